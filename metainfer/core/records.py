@@ -1,0 +1,129 @@
+"""Measurements kept on disk, keyed by the fingerprint of the machine they were taken on.
+
+A record never applies to another machine: a look-up with a different fingerprint is a miss,
+and the miss names what changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from metainfer.core.digest import canonical_json, digest, to_plain
+from metainfer.core.errors import UserError
+
+SCHEMA = 1
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a measurement depends on: ordered devices, driver, library versions, link state."""
+
+    facts: Mapping[str, object]
+
+    @property
+    def id(self) -> str:
+        return digest(self.facts)
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """One line per fact that differs, for "re-measured because ..."."""
+        lines = []
+        for key in sorted(set(self.facts) | set(other.facts)):
+            here, there = self.facts.get(key), other.facts.get(key)
+            if here != there:
+                lines.append(f"{key}: {there!r} -> {here!r}")
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One stored result. `conditions` says how it was taken: command, commit, spread."""
+
+    kind: str
+    key: str
+    payload: object
+    conditions: Mapping[str, object]
+
+
+class RecordStore:
+    """JSON files under ``root/<kind>/<fingerprint id>.json``, written atomically."""
+
+    def __init__(self, root: Path, fingerprint: Fingerprint) -> None:
+        self._root = root
+        self._fingerprint = fingerprint
+
+    def path(self, kind: str) -> Path:
+        if not _NAME.fullmatch(kind):
+            raise ValueError(f"bad record kind {kind!r}")
+        return self._root / kind / f"{self._fingerprint.id}.json"
+
+    def get(self, kind: str, key: str) -> Record | None:
+        """The record of this machine, or None. A damaged file is an error, not a miss.
+
+        Raises:
+            UserError: the file cannot be read as a record file of this schema.
+        """
+        entry = self._load(kind).get(key)
+        if entry is None:
+            return None
+        return Record(kind, key, entry["payload"], entry["conditions"])
+
+    def put(self, record: Record) -> None:
+        """Add or replace one record."""
+        entries = self._load(record.kind)
+        entries[record.key] = {
+            "payload": to_plain(record.payload),
+            "conditions": to_plain(record.conditions),
+        }
+        body = {
+            "schema": SCHEMA,
+            "fingerprint": to_plain(self._fingerprint.facts),
+            "entries": entries,
+        }
+        path = self.path(record.kind)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".record-")
+        try:
+            with os.fdopen(handle, "w") as out:
+                json.dump(body, out, indent=1, sort_keys=True)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    def other_machines(self, kind: str) -> list[Fingerprint]:
+        """Fingerprints that hold records of this kind and are not this machine's."""
+        found = []
+        for path in sorted((self._root / kind).glob("*.json")):
+            if path != self.path(kind):
+                found.append(Fingerprint(json.loads(path.read_text())["fingerprint"]))
+        return found
+
+    def _load(self, kind: str) -> dict[str, dict]:  # type: ignore[type-arg]
+        path = self.path(kind)
+        try:
+            body = json.loads(path.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"record file {path} cannot be read: {error}.",
+                "Delete it; it will be measured again.",
+                code="bad_record",
+            ) from error
+        same = canonical_json(body.get("fingerprint")) == canonical_json(self._fingerprint.facts)
+        if body.get("schema") != SCHEMA or not same:
+            raise UserError(
+                f"record file {path} has schema {body.get('schema')} or a foreign fingerprint.",
+                "Delete it; it will be measured again.",
+                code="bad_record",
+            )
+        entries = body["entries"]
+        assert isinstance(entries, dict)
+        return entries

@@ -1,0 +1,186 @@
+"""How a layer describes its cache, and how layers form groups. Descriptions only, no tensors.
+
+Three kinds of group, told apart by what *rewind* means:
+
+* `PAGED`: append-only pages, kept for the whole sequence. Rewind = lower the length.
+* `WINDOW`: pages too, but only the last `window` tokens are needed; older pages are given back
+  (and may stay as prefix-cache content until reused). Rewind = lower the length, within the window.
+* `STATE`: a fixed block per slot (compressor rows, recurrent state). Rewind is declared: `CURSOR`
+  (ring addressed by position, rewind by arithmetic while it holds `ring_tokens`) or `SNAPSHOT`
+  (copied aside at `snapshot_tokens` boundaries; resume only there).
+
+A hit or a resumed chunk starts where *every* group can start: a multiple of each page (in tokens),
+with each window's last pages present and a snapshot of each snapshot state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from metainfer.core.errors import InternalError
+
+
+class GroupKind(StrEnum):
+    PAGED = "paged"
+    WINDOW = "window"
+    STATE = "state"
+
+
+class Rewind(StrEnum):
+    """How a state group goes back after rejected drafts or resumes after a hit."""
+
+    CURSOR = "cursor"
+    SNAPSHOT = "snapshot"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSpec:
+    """One layer's cache. `layout` is the identifier that writer and readers must share.
+
+    `entry_bytes`: bytes one entry needs; `tokens_per_entry`: 1, or the compression ratio.
+    For `STATE`, `state_bytes` is the size per slot and `entry_bytes` is 0. A layer that borrows
+    (`kv_source`, `index_source`) names the layer whose cache it reads and owns none itself.
+    """
+
+    layer: int
+    name: str  # "kv", "index", "compressor" ...
+    kind: GroupKind
+    layout: str
+    entry_bytes: int = 0
+    tokens_per_entry: int = 1
+    window: int = 0
+    state_bytes: int = 0
+    rewind: Rewind = Rewind.CURSOR
+    ring_tokens: int = 0
+    kv_source: int | None = None
+    index_source: int | None = None
+
+    @property
+    def borrows(self) -> bool:
+        return self.kv_source is not None or self.index_source is not None
+
+    def group_key(self) -> tuple[object, ...]:
+        """Layers with equal keys share a group: same pages, same life time."""
+        return (
+            self.kind,
+            self.name,
+            self.layout,
+            self.entry_bytes,
+            self.tokens_per_entry,
+            self.window,
+            self.state_bytes,
+            self.rewind,
+            self.ring_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """Layers whose caches are paged together. A group's page id is valid in all its layers.
+
+    `page_tokens`: tokens a page covers (the block that the book hands out). `kernel_page_entries`:
+    entries per *physical* page as the kernel walks it; a logical page is a whole number of them.
+    `snapshot_tokens`: for `SNAPSHOT` state, the distance between snapshots.
+    `hit_lag_tokens`: how far before a hit's end a window group must still hold pages (its window).
+    """
+
+    index: int
+    name: str
+    kind: GroupKind
+    layout: str
+    layers: tuple[int, ...]
+    page_tokens: int = 0
+    kernel_page_entries: int = 0
+    entry_bytes: int = 0
+    tokens_per_entry: int = 1
+    window: int = 0
+    state_bytes: int = 0
+    rewind: Rewind = Rewind.CURSOR
+    ring_tokens: int = 0
+    snapshot_tokens: int = 0
+
+    @property
+    def page_entries(self) -> int:
+        return self.page_tokens // self.tokens_per_entry
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers of the group."""
+        return self.page_entries * self.entry_bytes * len(self.layers)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot's state over all layers of the group."""
+        return self.state_bytes * len(self.layers)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that `tokens` tokens occupy when none has been given back."""
+        return -(-tokens // self.page_tokens) if self.page_tokens else 0
+
+    def live_pages(self, tokens: int) -> int:
+        """Most pages a sequence of `tokens` tokens must hold at once, between steps."""
+        if self.kind is GroupKind.WINDOW:
+            return min(self.pages_for(tokens), -(-self.window // self.page_tokens) + 1)
+        return self.pages_for(tokens)
+
+
+def form_groups(
+    specs: tuple[CacheSpec, ...], *, page_tokens: int, snapshot_tokens: int = 0
+) -> tuple[GroupSpec, ...]:
+    """Group layers by `CacheSpec.group_key`, in order of first appearance.
+
+    `page_tokens` is the common logical page; a compressed group needs it to be a multiple of its
+    ratio so that a page holds whole entries.
+
+    Raises:
+        InternalError: `page_tokens` is not a multiple of some group's `tokens_per_entry`.
+    """
+    by_key: dict[tuple[object, ...], list[CacheSpec]] = {}
+    for spec in specs:
+        if not spec.borrows:
+            by_key.setdefault(spec.group_key(), []).append(spec)
+    groups = []
+    for index, members in enumerate(by_key.values()):
+        first = members[0]
+        paged = first.kind is not GroupKind.STATE
+        if paged and page_tokens % first.tokens_per_entry:
+            raise InternalError(
+                f"page of {page_tokens} tokens holds no whole number of {first.name} entries "
+                f"(one per {first.tokens_per_entry} tokens)"
+            )
+        needs_snapshots = first.kind is GroupKind.STATE and first.rewind is Rewind.SNAPSHOT
+        groups.append(
+            GroupSpec(
+                index=index,
+                name=_group_name(first),
+                kind=first.kind,
+                layout=first.layout,
+                layers=tuple(spec.layer for spec in members),
+                page_tokens=page_tokens if paged else 0,
+                kernel_page_entries=page_tokens // first.tokens_per_entry if paged else 0,
+                entry_bytes=first.entry_bytes,
+                tokens_per_entry=first.tokens_per_entry,
+                window=first.window,
+                state_bytes=first.state_bytes,
+                rewind=first.rewind,
+                ring_tokens=first.ring_tokens,
+                snapshot_tokens=(snapshot_tokens or page_tokens) if needs_snapshots else 0,
+            )
+        )
+    return tuple(groups)
+
+
+def hit_grid(groups: tuple[GroupSpec, ...]) -> int:
+    """Tokens between positions at which every group can resume (least common multiple)."""
+    steps = [group.page_tokens or group.snapshot_tokens or 1 for group in groups]
+    return math.lcm(*steps) if steps else 1
+
+
+def _group_name(spec: CacheSpec) -> str:
+    if spec.kind is GroupKind.WINDOW:
+        return f"{spec.name}-window{spec.window}"
+    if spec.tokens_per_entry > 1:
+        return f"{spec.name}-1of{spec.tokens_per_entry}"
+    return spec.name
