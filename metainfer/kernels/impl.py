@@ -1,0 +1,145 @@
+"""A declared implementation of an op: what it needs, what it honours, what proves it.
+
+Declarations live in ``ops/<op>/impls.py`` and import neither torch nor the kernel: `load` is a
+``module:attribute`` string. Whoever lists a kernel here can be planned for without a device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from metainfer.core.step import Phase
+from metainfer.core.verdict import Verdict
+from metainfer.platform.facts import Facts
+
+ALL_PHASES = frozenset(Phase)
+
+
+class Numerics(StrEnum):
+    """`exact`: fp32 accumulation in a declared order. `native`: the recipe's or vendor's own
+    rounding. `lossy`: only by explicit option."""
+
+    EXACT = "exact"
+    NATIVE = "native"
+    LOSSY = "lossy"
+
+
+class Quality(StrEnum):
+    """What `doctor` prints. Derived from provider, facts and evidence, never declared."""
+
+    NATIVE = "native"
+    COMPATIBLE = "compatible"
+    REFERENCE = "reference"
+
+
+class Evidence(StrEnum):
+    """How we know that it works. Ordered from strongest to weakest."""
+
+    THIS_CARD = "ran on this card"
+    OTHER_CARD = "ran on another architecture"
+    COMPILED = "compiled only"
+    NONE = "none"
+
+    @property
+    def strength(self) -> int:
+        return len(Evidence) - list(Evidence).index(self)
+
+
+@dataclass(frozen=True, slots=True)
+class OpRequest:
+    """One use of an op by a model, in one phase class.
+
+    `site` tells uses of the same op apart (``linear.qkv``, ``linear.down``); it is the key that
+    the run-time table is looked up by. `shape`: named extents, with `rows` the most tokens the
+    phase can bring. `dtype`: the activation type. `semantics`: what the model requires and an
+    implementation must honour (``bias``, ``clamp``, ``sink``, ``window`` ...).
+    `schemes`: storage schemes of the weights at this site, as found in the checkpoint.
+    """
+
+    op: str
+    site: str
+    phase: Phase
+    dtype: str
+    shape: Mapping[str, int]
+    semantics: frozenset[str] = frozenset()
+    schemes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """All that a condition may look at."""
+
+    request: OpRequest
+    facts: Facts
+    layouts: Mapping[str, str] = field(default_factory=dict)  # role -> layout id of the bundle
+
+
+Condition = Callable[[Context], Verdict]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Impl:
+    """One candidate for one op.
+
+    `requires_layout`: role -> layout id (``weight`` -> ``onednn-f32@1``); the bundle must offer
+    exactly it. `honours`: semantics beyond the op's basic contract. `native_when`: the conditions
+    under which it runs on the device's own instructions for its element type; empty means it is a
+    portable path (`COMPATIBLE`). `cost`: predicted seconds of one call, for ranking and for the
+    slowdown column. `tile`: facts read from the same table that the kernel compiles from.
+    `priority` breaks ties between equal costs, higher first.
+    """
+
+    op: str
+    name: str
+    load: str
+    provider: str
+    dtypes: frozenset[str]
+    phases: frozenset[Phase] = ALL_PHASES
+    conditions: tuple[Condition, ...] = ()
+    requires_layout: Mapping[str, str] = field(default_factory=dict)
+    honours: frozenset[str] = frozenset()
+    native_when: tuple[Condition, ...] = ()
+    numerics: Numerics = Numerics.EXACT
+    graph_safe: bool = False
+    cost: Callable[[Context], float | None] | None = None
+    tile: Mapping[str, int] = field(default_factory=dict)
+    priority: int = 0
+
+    @property
+    def id(self) -> str:
+        return f"{self.op}/{self.name}"
+
+    def resolve(self) -> Callable[..., object]:
+        """Import and return the function. Called once, at start."""
+        return resolve_attribute(self.load)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A way to hold data that several ops share: packed weights, or cache pages.
+
+    `role`: ``weight`` or ``kv``. `pack`: ``module:function`` that makes it from what the
+    checkpoint holds (weights only). `schemes`: storage schemes it accepts, None for any.
+    `bytes_per_element`: for the ledger, by scheme of the source.
+    """
+
+    id: str
+    role: str
+    pack: str = ""
+    schemes: frozenset[str] | None = None
+    conditions: tuple[Condition, ...] = ()
+    element_bytes: Callable[[str], float] | None = None
+
+    def resolve(self) -> Callable[..., object]:
+        return resolve_attribute(self.pack)
+
+
+def resolve_attribute(reference: str) -> Callable[..., object]:
+    """Import ``module:attribute``."""
+    module, _, attribute = reference.partition(":")
+    found = getattr(importlib.import_module(module), attribute)
+    assert callable(found)
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,472 @@
+"""Selection in two stages: a feasible bundle first, then each op inside it.
+
+A *bundle* fixes what several ops share: the packing of weights, the layout of cache pages. A
+machine cannot hold two packings of the same weights, so the ops cannot choose alone. For every
+candidate bundle each (site, phase) of the model is resolved; a bundle with an unserved site is
+refused with the reasons of every implementation at that site.
+
+Pure: facts + requests + records in, choices with all losers out. No device, no weights, no torch.
+Runs once, at start; the hot path looks a name up in the table made from the result.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.verdict import ACCEPT, Reason, Verdict, all_of, reject, require
+from metainfer.kernels.impl import Context, Evidence, Impl, Numerics, OpRequest, Quality
+from metainfer.kernels.registry import Registry
+from metainfer.platform.facts import Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What may be chosen.
+
+    `pins`: op or site -> implementation name, from the user; a pin that cannot run is an error.
+    `evidence`: implementation id -> what is known about it on this machine. `allow_fallback`: ops
+    for which a `REFERENCE` implementation may be chosen by ``auto``; ``all`` allows every one.
+    `min_evidence`: the weakest evidence that ``auto`` accepts. `allow_lossy`: ids the user opted in.
+    `measured`: (implementation id, phase) -> seconds from a record of this machine.
+    """
+
+    pins: Mapping[str, str] = field(default_factory=dict)
+    layout_pins: Mapping[str, str] = field(default_factory=dict)
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)
+    allow_fallback: frozenset[str] = frozenset()
+    min_evidence: Evidence = Evidence.OTHER_CARD
+    allow_lossy: frozenset[str] = frozenset()
+    measured: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One implementation that lost, and every reason why."""
+
+    impl: str
+    reasons: tuple[Reason, ...]
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The winner at one (site, phase). `slowdown`: its cost over that of the cheapest known
+    implementation, rejected ones included; None where either cost is unknown."""
+
+    request: OpRequest
+    impl: Impl
+    quality: Quality
+    evidence: Evidence
+    why: str
+    rejected: tuple[Candidate, ...]
+    seconds: float | None = None
+    slowdown: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """A (site, phase) with no implementation, and all reasons of all candidates."""
+
+    request: OpRequest
+    rejected: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A feasible set of shared layouts with the choice at every site and phase."""
+
+    layouts: Mapping[str, str]
+    choices: tuple[Choice, ...]
+    seconds: float | None = None
+
+    @property
+    def name(self) -> str:
+        return bundle_name(self.layouts)
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedBundle:
+    """A candidate bundle that lost, with reasons (unserved sites, or a higher cost)."""
+
+    layouts: Mapping[str, str]
+    reasons: tuple[Reason, ...]
+    unserved: tuple[Unserved, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return bundle_name(self.layouts)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The winning bundle and the losers."""
+
+    bundle: Bundle
+    refused: tuple[RefusedBundle, ...]
+
+
+def bundle_name(layouts: Mapping[str, str]) -> str:
+    return " + ".join(layouts[role] for role in sorted(layouts)) or "none"
+
+
+def select_op(
+    registry: Registry,
+    request: OpRequest,
+    facts: Facts,
+    layouts: Mapping[str, str],
+    policy: Policy,
+) -> Choice | Unserved:
+    """Choose one implementation for one (site, phase) inside a bundle's layouts.
+
+    Order: the user's pin, then measured seconds, then predicted seconds, then priority.
+    Every loser carries all of its reasons.
+
+    Raises:
+        UsageError: a pin names an implementation that does not exist.
+        RefusedError: a pinned implementation cannot run; carries every reason.
+    """
+    context = Context(request, facts, layouts)
+    impls = registry.of(request.op)
+    verdicts = {impl.name: objections(impl, context) for impl in impls}
+    costs = {impl.name: _seconds(impl, context, policy) for impl in impls}
+    pin = policy.pins.get(request.site, policy.pins.get(request.op))
+    if pin is not None:
+        return _pinned(pin, context, impls, verdicts, costs, policy)
+
+    for impl in impls:
+        verdicts[impl.name] = verdicts[impl.name] & _permission(impl, context, policy)
+    eligible = [impl for impl in impls if verdicts[impl.name].accepted]
+    if not eligible:
+        return Unserved(
+            request,
+            tuple(Candidate(i.name, verdicts[i.name].reasons, costs[i.name]) for i in impls),
+        )
+    order = {impl.name: index for index, impl in enumerate(impls)}
+    winner = min(
+        eligible,
+        key=lambda impl: (
+            _quality(impl, context) is Quality.REFERENCE,
+            _cost_key(costs[impl.name]),
+            -impl.priority,
+            order[impl.name],
+        ),
+    )
+    why = _why(winner, eligible, costs, policy, request)
+    losers = tuple(
+        _loser(impl, winner, verdicts[impl.name], costs) for impl in impls if impl is not winner
+    )
+    return _choice(winner, context, policy, why, losers, costs)
+
+
+def select(
+    registry: Registry, requests: Sequence[OpRequest], facts: Facts, policy: Policy
+) -> Selection:
+    """Choose the bundle, and inside it an implementation for every request.
+
+    The bundle with the smallest total predicted time wins; bundles without a full cost estimate
+    rank behind those with one, by declared order.
+
+    Raises:
+        RefusedError: no bundle serves the model; carries the reasons of every bundle.
+        UsageError: a pin names something that does not exist.
+    """
+    _check_pins(registry, requests, policy)
+    feasible: list[Bundle] = []
+    refused: list[RefusedBundle] = []
+    pin_error: RefusedError | None = None
+    for layouts in candidate_layouts(registry, requests):
+        verdict = _layout_objections(registry, layouts, requests, facts, policy)
+        if not verdict.accepted:
+            refused.append(RefusedBundle(layouts, verdict.reasons))
+            continue
+        try:
+            outcomes = [select_op(registry, r, facts, layouts, policy) for r in requests]
+        except RefusedError as error:
+            pin_error = pin_error or error
+            refused.append(RefusedBundle(layouts, error.reasons))
+            continue
+        unserved = tuple(o for o in outcomes if isinstance(o, Unserved))
+        if unserved:
+            refused.append(RefusedBundle(layouts, _unserved_reasons(unserved), unserved))
+            continue
+        choices = tuple(o for o in outcomes if isinstance(o, Choice))
+        feasible.append(Bundle(layouts, choices, _total(choices)))
+    if not feasible:
+        if pin_error is not None:
+            raise pin_error
+        raise RefusedError(
+            f"no combination of kernels serves this model on {facts.device.name}.",
+            "See `metainfer doctor` for each op; `--allow-fallback all` permits reference paths.",
+            reasons=all_of(Verdict(loser.reasons) for loser in refused).reasons,
+            code="no_bundle",
+        )
+    feasible.sort(key=lambda bundle: (_reference_sites(bundle), _cost_key(bundle.seconds)))
+    winner = feasible[0]
+    refused += [RefusedBundle(b.layouts, (_slower(b, winner),)) for b in feasible[1:]]
+    return Selection(winner, tuple(refused))
+
+
+def candidate_layouts(
+    registry: Registry, requests: Sequence[OpRequest]
+) -> tuple[Mapping[str, str], ...]:
+    """Every combination of declared layouts, one per role that the requested ops mention."""
+    ops = {request.op for request in requests}
+    roles: dict[str, dict[str, None]] = {}
+    for impl in registry.impls():
+        if impl.op in ops:
+            for role, layout in impl.requires_layout.items():
+                roles.setdefault(role, {})[layout] = None
+    names = sorted(roles)
+    combos = itertools.product(*(roles[role] for role in names))
+    return tuple(dict(zip(names, combo, strict=True)) for combo in combos)
+
+
+def objections(impl: Impl, context: Context) -> Verdict:
+    """Everything that stops this implementation here, in one pass."""
+    request = context.request
+    checks = [
+        require(request.phase in impl.phases, "phase", f"does not serve the {request.phase} phase"),
+        require(
+            request.dtype in impl.dtypes,
+            "dtype",
+            f"computes in {', '.join(sorted(impl.dtypes))}, the model runs in {request.dtype}",
+        ),
+        all_of(_layout_match(impl, role, context.layouts) for role in sorted(impl.requires_layout)),
+        all_of(
+            reject("semantics", f"does not honour {need}", semantics=need)
+            for need in sorted(request.semantics - impl.honours)
+        ),
+        all_of(condition(context) for condition in impl.conditions),
+    ]
+    return all_of(checks)
+
+
+def _layout_match(impl: Impl, role: str, layouts: Mapping[str, str]) -> Verdict:
+    wanted, offered = impl.requires_layout[role], layouts.get(role, "nothing")
+    return require(
+        wanted == offered,
+        "layout",
+        f"needs {role} in {wanted}, the bundle holds {offered}",
+        needed=wanted,
+        offered=offered,
+    )
+
+
+def _permission(impl: Impl, context: Context, policy: Policy) -> Verdict:
+    """What ``auto`` may take without being asked: enough evidence, no loss, no reference."""
+    evidence = policy.evidence.get(impl.id, Evidence.NONE)
+    quality = _quality(impl, context)
+    op = context.request.op
+    allowed = {op, context.request.site, "all"} & policy.allow_fallback
+    return all_of(
+        (
+            require(
+                evidence.strength >= policy.min_evidence.strength,
+                "evidence",
+                f"evidence is '{evidence.value}', auto needs '{policy.min_evidence.value}'",
+            ),
+            require(
+                impl.numerics is not Numerics.LOSSY or impl.id in policy.allow_lossy,
+                "lossy",
+                "is lossy and was not asked for",
+            ),
+            require(
+                quality is not Quality.REFERENCE or bool(allowed),
+                "reference",
+                f"is a reference path; --allow-fallback {op} permits it",
+            ),
+        )
+    )
+
+
+def _quality(impl: Impl, context: Context) -> Quality:
+    if impl.provider == "reference":
+        return Quality.REFERENCE
+    native = bool(impl.native_when) and all_of(c(context) for c in impl.native_when).accepted
+    return Quality.NATIVE if native else Quality.COMPATIBLE
+
+
+def _seconds(impl: Impl, context: Context, policy: Policy) -> float | None:
+    measured = policy.measured.get((impl.id, context.request.phase.value))
+    if measured is not None:
+        return measured
+    return impl.cost(context) if impl.cost is not None else None
+
+
+def _cost_key(seconds: float | None) -> tuple[bool, float]:
+    return (seconds is None, seconds or 0.0)
+
+
+def _choice(
+    impl: Impl,
+    context: Context,
+    policy: Policy,
+    why: str,
+    losers: tuple[Candidate, ...],
+    costs: Mapping[str, float | None],
+) -> Choice:
+    own = costs[impl.name]
+    known = [seconds for seconds in costs.values() if seconds is not None]
+    slowdown = round(own / min(known), 3) if own and known else None
+    return Choice(
+        context.request,
+        impl,
+        _quality(impl, context),
+        policy.evidence.get(impl.id, Evidence.NONE),
+        why,
+        losers,
+        own,
+        slowdown,
+    )
+
+
+def _pinned(
+    pin: str,
+    context: Context,
+    impls: Sequence[Impl],
+    verdicts: Mapping[str, Verdict],
+    costs: Mapping[str, float | None],
+    policy: Policy,
+) -> Choice:
+    request = context.request
+    impl = next((impl for impl in impls if impl.name == pin), None)
+    if impl is None:
+        raise UsageError(
+            f"op {request.op} has no implementation named {pin!r}.",
+            f"It has: {', '.join(i.name for i in impls)}.",
+            code="unknown_implementation",
+        )
+    if not verdicts[pin].accepted:
+        raise RefusedError(
+            f"{impl.id} was asked for and cannot run at {request.site} in {request.phase}.",
+            "Remove the pin to let auto choose.",
+            reasons=verdicts[pin].reasons,
+            code="pin_refused",
+        )
+    losers = tuple(
+        Candidate(
+            other.name,
+            (*verdicts[other.name].reasons, Reason("pin", f"{pin} was asked for")),
+            costs[other.name],
+        )
+        for other in impls
+        if other is not impl
+    )
+    return _choice(impl, context, policy, "asked for", losers, costs)
+
+
+def _loser(
+    impl: Impl, winner: Impl, verdict: Verdict, costs: Mapping[str, float | None]
+) -> Candidate:
+    reasons = verdict.reasons
+    if not reasons:
+        mine, best = costs[impl.name], costs[winner.name]
+        if mine is not None and best is not None and mine > best:
+            text = f"predicted {mine * 1e6:.1f} µs against {best * 1e6:.1f} µs of {winner.name}"
+            reasons = (Reason("slower", text, {"seconds": mine, "best": best}),)
+        else:
+            reasons = (Reason("rank", f"ranks behind {winner.name}"),)
+    return Candidate(impl.name, reasons, costs[impl.name])
+
+
+def _why(
+    winner: Impl,
+    eligible: Sequence[Impl],
+    costs: Mapping[str, float | None],
+    policy: Policy,
+    request: OpRequest,
+) -> str:
+    if len(eligible) == 1:
+        return "the only one that can run here"
+    if (winner.id, request.phase.value) in policy.measured:
+        return "fastest by this machine's record"
+    if costs[winner.name] is not None:
+        return "fastest by the cost model"
+    return "first in declared order"
+
+
+def _check_pins(registry: Registry, requests: Sequence[OpRequest], policy: Policy) -> None:
+    known = {request.op for request in requests} | {request.site for request in requests}
+    for key in policy.pins:
+        if key not in known:
+            raise UsageError(
+                f"--op names {key!r}, which this model does not use.",
+                f"It uses: {', '.join(sorted(known))}.",
+                code="unknown_op",
+            )
+    for role, layout in policy.layout_pins.items():
+        names = [known_layout.id for known_layout in registry.layouts(role)]
+        if layout not in names:
+            raise UsageError(
+                f"no {role} layout is named {layout!r}.",
+                f"There is: {', '.join(names) or 'none'}.",
+                code="unknown_layout",
+            )
+
+
+def _layout_objections(
+    registry: Registry,
+    layouts: Mapping[str, str],
+    requests: Sequence[OpRequest],
+    facts: Facts,
+    policy: Policy,
+) -> Verdict:
+    verdict = ACCEPT
+    for role in sorted(layouts):
+        layout = registry.layout(layouts[role])
+        pin = policy.layout_pins.get(role)
+        verdict &= require(
+            pin is None or pin == layout.id, "pin", f"{role} layout {pin} was asked for"
+        )
+        seen: dict[tuple[str, str], Reason] = {}
+        for request in requests:
+            outcome = all_of(c(Context(request, facts, layouts)) for c in layout.conditions)
+            if layout.schemes is not None:
+                foreign = sorted(set(request.schemes) - layout.schemes)
+                outcome &= require(
+                    not foreign,
+                    "weight-scheme",
+                    f"{layout.id} does not pack {', '.join(foreign)}",
+                )
+            for reason in outcome.reasons:
+                seen.setdefault((reason.code, reason.message), reason)
+        verdict &= Verdict(tuple(seen.values()))
+    return verdict
+
+
+def _unserved_reasons(unserved: Sequence[Unserved]) -> tuple[Reason, ...]:
+    return tuple(
+        Reason(
+            "unserved",
+            f"nothing serves {item.request.site} in {item.request.phase}: "
+            + "; ".join(
+                f"{loser.impl}: {', '.join(reason.message for reason in loser.reasons)}"
+                for loser in item.rejected
+            ),
+            {"site": item.request.site, "phase": item.request.phase.value},
+        )
+        for item in unserved
+    )
+
+
+def _total(choices: Sequence[Choice]) -> float | None:
+    seconds = [choice.seconds for choice in choices if choice.seconds is not None]
+    return sum(seconds) if seconds else None
+
+
+def _reference_sites(bundle: Bundle) -> int:
+    return sum(choice.quality is Quality.REFERENCE for choice in bundle.choices)
+
+
+def _slower(loser: Bundle, winner: Bundle) -> Reason:
+    if loser.seconds is None or winner.seconds is None:
+        return Reason("rank", f"ranks behind {winner.name}")
+    return Reason(
+        "slower",
+        f"predicted {loser.seconds * 1e3:.2f} ms a step over all phases against "
+        f"{winner.seconds * 1e3:.2f} ms of {winner.name}",
+        {"seconds": loser.seconds, "best": winner.seconds},
+    )

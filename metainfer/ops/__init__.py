@@ -1,0 +1,1 @@
+"""One folder per op: maths, reference, kernels, declarations, cases."""

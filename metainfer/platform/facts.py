@@ -1,0 +1,91 @@
+"""What a machine is, as frozen data. ``None`` means unknown, and unknown is never "yes".
+
+The core asks for facts and never names a device. Every fact can say where it came from
+(`Facts.origins`, keyed by dotted path): probed, vendor's sheet, field report, derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+UNKNOWN = None
+
+CPU = "cpu"
+CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """One compute device.
+
+    `kind`: the device type as the framework names it (``cpu``, ``cuda``, a vendor's). `dot_types`:
+    element types with native matrix instructions; `storage_types`: types it can load and store.
+    `features`: named abilities (``avx512f``, ``wgmma``, ``tma``, ``graphs``, ``streams``).
+    """
+
+    kind: str
+    name: str
+    vendor: str = ""
+    capability: tuple[int, int] | None = None
+    units: int | None = None  # multiprocessors, or cores
+    memory_bytes: int | None = None
+    shared_bytes_per_block: int | None = None
+    warp: int | None = None
+    dot_types: frozenset[str] | None = None
+    storage_types: frozenset[str] | None = None
+    features: frozenset[str] | None = None
+    read_bytes_s: float | None = None
+    dot_flops: Mapping[str, float] = field(default_factory=dict)  # element type -> FLOP/s
+    hardware_queues: int | None = None
+    bus_id: str | None = None
+    numa_node: int | None = None
+    power_cap_w: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """The machine around the devices. Bytes and counts; ``None`` where it could not be read."""
+
+    processor: str | None = None
+    architecture: str | None = None
+    physical_cores: int | None = None
+    usable_cores: int | None = None  # after affinity and container limits
+    memory_bytes: int | None = None
+    numa_nodes: int | None = None
+    read_bytes_s: float | None = None
+    compiler: str | None = None  # C compiler with version
+    iommu: str | None = None
+    kernel: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFacts:
+    """One directed path between two ends (device indices, or -1 for host memory)."""
+
+    source: int
+    target: int
+    kind: str | None = None  # pcie, nvlink, host
+    generation: int | None = None
+    width: int | None = None
+    bytes_s: float | None = None
+    peer_read: bool | None = None
+    peer_write: bool | None = None
+    peer_atomics: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """A whole machine. `software` maps package or library to version, None when absent."""
+
+    platform: str
+    devices: tuple[DeviceFacts, ...]
+    host: HostFacts = field(default_factory=HostFacts)
+    links: tuple[LinkFacts, ...] = ()
+    software: Mapping[str, str | None] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def device(self) -> DeviceFacts:
+        """The first device; all devices of a supported machine are alike."""
+        return self.devices[0]
