@@ -1,0 +1,133 @@
+"""Tensors of a checkpoint by Hugging Face name, read through memory maps.
+
+Rows that llama.cpp interleaved for its rotary layout are put back here, on the stored blocks:
+moving whole rows is exact for every scheme. Nothing is copied but those rows and tensors whose
+bytes are not aligned to their dtype.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from metainfer.core.errors import ModelError
+from metainfer.formats.gguf_names import permuted_heads
+from metainfer.formats.index import CheckpointIndex, TensorInfo
+from metainfer.formats.quant import TORCH_DTYPES, RawTensor
+from metainfer.formats.schemes import bytes_per_row, is_quantised
+
+#: Called after each tensor with (bytes read so far, bytes in all).
+Progress = Callable[[int, int], None]
+
+
+class Checkpoint:
+    """An open checkpoint. Returned tensors are private copy-on-write views of the files."""
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        self.index = index
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read the headers of a folder, ``.safetensors`` or ``.gguf`` file."""
+        return cls(CheckpointIndex.open(path))
+
+    def read(self, name: str) -> RawTensor:
+        """Tensor `name`; `ModelError` when absent or not representable."""
+        return self._read(self.index[name])
+
+    def iter_tensors(
+        self, names: Iterable[str] | None = None, progress: Progress | None = None
+    ) -> Iterator[tuple[str, RawTensor]]:
+        """The named tensors (all by default), each once, in file order.
+
+        Memory is bounded by what the caller keeps: a file's map is let go once its last tensor
+        has been handed out.
+        """
+        wanted = self.index.tensors if names is None else dict.fromkeys(names)
+        infos = sorted((self.index[name] for name in wanted), key=lambda i: (i.file, i.offset))
+        total = sum(info.nbytes for info in infos)
+        done = 0
+        for position, info in enumerate(infos):
+            yield info.name, self._read(info)
+            done += info.nbytes
+            if progress is not None:
+                progress(done, total)
+            if position + 1 == len(infos) or infos[position + 1].file != info.file:
+                self._maps.pop(info.file, None)
+
+    def close(self) -> None:
+        """Let go of the maps; tensors already handed out stay valid."""
+        self._maps.clear()
+
+    def _read(self, info: TensorInfo) -> RawTensor:
+        if is_quantised(info.scheme):
+            width = bytes_per_row(info.scheme, info.shape[-1])
+            rows = info.nbytes // width if width else 0
+            data = self._bytes(info, torch.uint8).reshape(rows, width)
+        elif info.scheme in TORCH_DTYPES:
+            data = self._bytes(info, TORCH_DTYPES[info.scheme]).reshape(info.shape)
+        else:
+            raise ModelError(
+                f"Tensor {info.name!r} has scheme {info.scheme}, which cannot be loaded.",
+                "Use a checkpoint in BF16, F16, F32, F8_E4M3 or a supported GGUF scheme.",
+                code="unsupported_scheme",
+            )
+        if self.index.container == "gguf":
+            heads = permuted_heads(info.name, self.index.metadata)
+            if heads:
+                data = unpermute_rows(data, heads, info.name)
+        return RawTensor(info.scheme, info.shape, data)
+
+    def _bytes(self, info: TensorInfo, dtype: torch.dtype) -> Tensor:
+        """The tensor's bytes as a flat tensor of `dtype`."""
+        if info.nbytes == 0:
+            return torch.empty(0, dtype=dtype)
+        mapped = self._map(info.file)
+        if info.offset + info.nbytes > len(mapped):
+            raise ModelError(
+                f"{info.file} became shorter while it was in use.",
+                "Do not change a model's files while they are loaded; start again.",
+                code="file_changed",
+            )
+        if info.offset % dtype.itemsize:
+            flat = torch.frombuffer(
+                mapped, dtype=torch.uint8, count=info.nbytes, offset=info.offset
+            )
+            return flat.clone().view(dtype)
+        return torch.frombuffer(
+            mapped, dtype=dtype, count=info.nbytes // dtype.itemsize, offset=info.offset
+        )
+
+    def _map(self, path: Path) -> mmap.mmap:
+        found = self._maps.get(path)
+        if found is None:
+            try:
+                with path.open("rb") as stream:
+                    # Copy-on-write: torch wants writable memory, the file stays untouched.
+                    found = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise ModelError(f"Cannot read {path}: {error}.", "Check the file.") from error
+            self._maps[path] = found
+        return found
+
+
+def unpermute_rows(data: Tensor, heads: int, name: str = "tensor") -> Tensor:
+    """Undo llama.cpp's row order for rotary attention: per head, (D/2, 2) back to (2, D/2).
+
+    `data` is ``[N, ...]`` with N = heads * D; source: `LlamaModel.permute` in llama.cpp's
+    `convert_hf_to_gguf.py`.
+    """
+    rows = data.shape[0]
+    if rows % (2 * heads):
+        raise ModelError(
+            f"Tensor {name!r} has {rows} rows, which {heads} heads of even width cannot share.",
+            "The GGUF file's head counts do not fit its tensors; convert it again.",
+            code="bad_shape",
+        )
+    grouped = data.reshape(heads, rows // heads // 2, 2, *data.shape[1:])
+    return grouped.transpose(1, 2).reshape(data.shape)
