@@ -1,0 +1,50 @@
+"""What the user wrote. Few fields, each optional; the resolver decides the rest.
+
+`None` means "you decide". `origins` says where each given value came from, so that a plan can
+tell a user's word from ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from metainfer.core.ledger import Origin
+
+GOALS = ("throughput", "latency", "ttft", "context")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intent:
+    """A user's wishes for one engine.
+
+    `model`: a model reference. `platform`: ``auto`` or a platform's name. `dtype`: activation type
+    (``float32``, ``bfloat16`` ...). `context`: tokens one sequence must be able to hold.
+    `concurrency`: sequences running at once. `kv_bytes`: device memory for the cache.
+    `chunk_tokens`: most tokens in a step. `threads`: CPU threads. `ops`: op or site ->
+    implementation. `layouts`: role -> layout id. `allow_fallback`: ops that may take a reference
+    path. `prefix_cache`: reuse of cached prefixes.
+    """
+
+    model: str
+    platform: str = "auto"
+    goal: str = "throughput"
+    dtype: str | None = None
+    context: int | None = None
+    concurrency: int | None = None
+    kv_bytes: int | None = None
+    page_tokens: int | None = None
+    chunk_tokens: int | None = None
+    threads: int | None = None
+    prefix_cache: bool = True
+    ops: Mapping[str, str] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    allow_fallback: tuple[str, ...] = ()
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+    def origin(self, name: str) -> Origin:
+        """Who set field `name`: as given, else a flag when it differs from the default."""
+        if name in self.origins:
+            return self.origins[name]
+        default = next(f for f in fields(self) if f.name == name).default
+        return Origin.DEFAULT if getattr(self, name) == default else Origin.FLAG

@@ -1,0 +1,145 @@
+"""Messages between the server process and the engine process, and the client both faces share.
+
+Text stays on the server's side; the engine knows token ids. Messages are msgpack over a local
+socket; the engine's life is watched by the operating system (exit of the child, death signal of
+the parent), never by a Python heartbeat that stalls under a compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from metainfer.core.request import Request
+from metainfer.core.step import RequestOutput
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What the server must know to validate and tokenise, sent once with `Ready`.
+
+    `plan` is the JSON of the resolved plan (the body of ``/plan``). `model_path` is the folder or
+    file that holds the tokenizer.
+    """
+
+    model: str
+    vocab_size: int
+    max_context: int
+    kv_tokens: int
+    max_running: int
+    eos_token_ids: tuple[int, ...]
+    plan: dict[str, Any]
+    start_phases: tuple[tuple[str, float], ...] = ()  # (name, seconds)
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Gauges and counters after a step; counters only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used: float = 0.0  # fraction of pages in use
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cache_query_tokens: int = 0
+    cache_hit_tokens: int = 0
+    longest_decode_gap_s: float = 0.0
+    last_step_s: float = 0.0
+
+
+# -- server to engine ------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    requests: tuple[Request, ...]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    request_ids: tuple[str, ...]
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Leave after the running requests (`drain`), or at once."""
+
+    drain: bool = True
+
+
+ToEngine = Submit | Cancel | Stop
+
+# -- engine to server ------------------------------------------------------------------------------
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """A start-up phase began (`seconds` None) or ended."""
+
+    phase: str
+    seconds: float | None = None
+    detail: str = ""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    info: EngineInfo
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    outputs: tuple[RequestOutput, ...]
+    stats: EngineStats
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """One request was refused by the scheduler; the fields of a `RequestError`."""
+
+    request_id: str
+    status: int
+    cause: str
+    remedy: str
+    code: str
+    param: str | None = None
+    error_type: str = "invalid_request_error"
+    retry_after_s: float | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine cannot go on (or cannot start): one line of cause, one of remedy."""
+
+    cause: str
+    remedy: str
+    code: str
+    exit_code: int = 1
+    body: dict[str, Any] = {}
+
+
+FromEngine = Progress | Ready | Outputs | Rejected | Failed
+
+
+class EngineClient(Protocol):
+    """What server, `generate`, `chat` and `bench` talk to; in-process and two-process alike."""
+
+    async def start(self) -> EngineInfo:
+        """Start the engine and wait until it is ready.
+
+        Raises:
+            UserError: the engine refused to start; cause and remedy are its own.
+        """
+        ...
+
+    def submit(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """Stream `RequestOutput` until one has `finish` set. Leaving the iterator cancels.
+
+        Raises:
+            RequestError: the scheduler refused the request, or the engine died (status 503,
+                code ``engine_dead``).
+        """
+        ...
+
+    async def cancel(self, request_ids: Sequence[str]) -> None: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def close(self, *, drain: bool = True, grace_s: float = 30.0) -> None: ...
