@@ -57,6 +57,7 @@ class OpRequest:
     phase can bring. `dtype`: the activation type. `semantics`: what the model requires and an
     implementation must honour (``bias``, ``clamp``, ``sink``, ``window`` ...).
     `schemes`: storage schemes of the weights at this site, as found in the checkpoint.
+    `count`: how often a step calls this site, for totals.
     """
 
     op: str
@@ -66,6 +67,7 @@ class OpRequest:
     shape: Mapping[str, int]
     semantics: frozenset[str] = frozenset()
     schemes: tuple[str, ...] = ()
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Policy:
     `pins`: op or site -> implementation name, from the user; a pin that cannot run is an error.
     `evidence`: implementation id -> what is known about it on this machine. `allow_fallback`: ops
     for which a `REFERENCE` implementation may be chosen by ``auto``; ``all`` allows every one.
-    `min_evidence`: the weakest evidence that ``auto`` accepts. `allow_lossy`: ids the user opted in.
+    `min_evidence`: the weakest evidence that ``auto`` accepts. `allow_lossy`: ids opted in.
     `measured`: (implementation id, phase) -> seconds from a record of this machine.
     """
 
@@ -453,7 +453,7 @@ def _unserved_reasons(unserved: Sequence[Unserved]) -> tuple[Reason, ...]:
 
 
 def _total(choices: Sequence[Choice]) -> float | None:
-    seconds = [choice.seconds for choice in choices if choice.seconds is not None]
+    seconds = [c.seconds * c.request.count for c in choices if c.seconds is not None]
     return sum(seconds) if seconds else None
 
 

@@ -1,0 +1,167 @@
+"""The frozen plan: everything decided before weights load.
+
+`Plan.values()` flattens it to dotted paths, and every path has a `Decision` (who set it, why, what
+lost): `check_origins` refuses a plan in which a value has no author. Its digest is the plan's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+
+from metainfer.core.digest import digest, to_plain
+from metainfer.core.errors import InternalError
+from metainfer.core.ledger import Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan:
+    """Which model, in which arithmetic."""
+
+    reference: str
+    family: str
+    dtype: str
+    parameters: int
+    vocab_size: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutPlan:
+    """How one phase's work is spread over ranks. One rank: all degrees 1."""
+
+    name: str
+    tensor: int = 1
+    data: int = 1
+    expert: int = 1
+    context: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.data * self.context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One KV group as the executor allocates it. Bytes are per domain."""
+
+    name: str
+    kind: str
+    layout: str
+    pages: int
+    page_tokens: int
+    page_bytes: int
+    slots: int = 0
+    slot_bytes: int = 0
+    snapshots: int = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.pages * self.page_bytes + (self.slots + self.snapshots) * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the scheduler may do. `mixed_prefill_tokens`: most prefill rows in a step that also
+    decodes, so that long prompts cannot freeze running answers."""
+
+    max_context: int
+    max_running: int
+    step_tokens: int
+    mixed_prefill_tokens: int
+    max_waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPlan:
+    """The implementation at one site in one phase."""
+
+    impl: str
+    quality: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One engine, decided. `phase_layout`: phase class -> layout name. `ops`: ``site@phase``."""
+
+    model: ModelPlan
+    platform: str
+    device: str
+    machine: str  # fingerprint id
+    threads: int
+    layouts: tuple[LayoutPlan, ...]
+    phase_layout: Mapping[str, str]
+    kv_domains: int
+    kv_groups: tuple[GroupPlan, ...]
+    kv_tokens: int
+    prefix_cache: bool
+    bundle: Mapping[str, str]
+    ops: Mapping[str, OpPlan]
+    limits: Limits
+    ledger: tuple[LedgerRow, ...]
+    decisions: tuple[Decision, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes iff some decided value changes; reasons do not count."""
+        return digest(self.values())
+
+    def values(self) -> dict[str, object]:
+        """Every decided value by dotted path. The memory ledger is derived and left out."""
+        found: dict[str, object] = {}
+        for item in fields(self):
+            if item.name not in ("decisions", "ledger"):
+                found.update(_flatten(item.name, getattr(self, item.name)))
+        return found
+
+    def check_origins(self) -> None:
+        """Every value has an author: a decision for its path or for a parent of its path.
+
+        Raises:
+            InternalError: naming each value without one.
+        """
+        keys = {decision.key for decision in self.decisions}
+        orphans = [path for path in self.values() if not _covered(path, keys)]
+        if orphans:
+            raise InternalError(f"plan values without a decision: {', '.join(orphans)}")
+
+    def to_json(self) -> dict[str, object]:
+        body: dict[str, object] = {
+            item.name: to_plain(getattr(self, item.name))
+            for item in fields(self)
+            if item.name not in ("decisions", "ledger")
+        }
+        body["fingerprint"] = self.fingerprint
+        return body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRow:
+    """One line of the memory ledger. `kind`: weights, kv, transient, reserve ...; `memory`: which
+    memory (device, host, pinned, numa0, disk). `logical_bytes`: what the content needs, where it
+    differs from what is allocated."""
+
+    item: str
+    kind: str
+    bytes: int
+    memory: str = "device"
+    logical_bytes: int | None = None
+
+
+def _flatten(path: str, value: object) -> Iterator[tuple[str, object]]:
+    if is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from _flatten(f"{path}.{item.name}", getattr(value, item.name))
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield from _flatten(f"{path}.{key}", value[key])
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _flatten(f"{path}.{getattr(item, 'name', index)}", item)
+    else:
+        yield path, value
+
+
+def _covered(path: str, keys: set[str]) -> bool:
+    return path in keys or any(path.startswith(f"{key}.") for key in keys)

@@ -1,0 +1,79 @@
+"""What a model is, without tensors: the face that the planner sees of every family.
+
+Each family's `arch` module reads a checkpoint's config into an `Arch` and answers: which caches do
+the layers keep, which ops do they use with which shapes, what do they weigh. Runs without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from metainfer.core.step import Phase
+from metainfer.kernels.impl import OpRequest
+from metainfer.kv.book.spec import CacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One site's weight as the model packs it: checkpoint tensors concatenated along N.
+
+    `site`: the op site that reads it. `tensors`: canonical names in order. `bias`: names likewise,
+    empty for none. `shape`: (N, K) after concatenation. `layer`: -1 outside the layers.
+    """
+
+    name: str
+    site: str
+    tensors: tuple[str, ...]
+    shape: tuple[int, ...]
+    bias: tuple[str, ...] = ()
+    layer: int = -1
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+
+class Arch(Protocol):
+    """The planner's and the loader's view of a model."""
+
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def cache_specs(self, dtype_bytes: int, layout: str) -> tuple[CacheSpec, ...]:
+        """One description per layer that owns a cache."""
+        ...
+
+    def packed_weights(self) -> tuple[WeightSpec, ...]:
+        """Matrices that go through a weight layout."""
+        ...
+
+    def plain_weights(self) -> tuple[WeightSpec, ...]:
+        """Vectors kept as they are (norms), in the activation type."""
+        ...
+
+    def op_requests(
+        self, phase: Phase, rows: int, dtype: str, schemes: Mapping[str, tuple[str, ...]]
+    ) -> tuple[OpRequest, ...]:
+        """Every op use in one phase. `rows`: most tokens; `schemes`: site -> storage schemes."""
+        ...
+
+    def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:
+        """Most transient bytes alive at once in a step of that many rows."""
+        ...

@@ -1,0 +1,40 @@
+"""What a model's forward pass is given: tensors of one segment, and where its caches are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class GroupInputs:
+    """How a segment's sequences stand in one KV group.
+
+    `page_table` [S, W] int32 holds page ids (-1 outside the window), `slots` [T] int64 is
+    ``page * page_tokens + offset`` of each token's own entry, -1 for padding.
+    """
+
+    page_table: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(slots=True)
+class SegmentInputs:
+    """One segment. T tokens (padding included), S sequences, R rows that need logits."""
+
+    ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    query_start: torch.Tensor  # [S + 1] int32
+    context_lens: torch.Tensor  # [S] int32, cached tokens including this segment's
+    groups: tuple[GroupInputs, ...]
+    logit_rows: torch.Tensor | None  # [R] int64; None = every row
+
+
+@dataclass(slots=True)
+class PagedLayerCache:
+    """One layer's pages: `k` and `v` [P, G, Hkv, D]; `group` indexes `SegmentInputs.groups`."""
+
+    group: int
+    k: torch.Tensor
+    v: torch.Tensor

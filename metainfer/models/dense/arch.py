@@ -1,0 +1,257 @@
+"""Llama, Mistral, Qwen2, Qwen3 (and what shares their shape: SmolLM2): config -> `DenseArch`.
+
+One decoder layer is ``x += attn(norm(x)); x += mlp(norm(x))`` with grouped-query attention, rotary
+positions and a SwiGLU mlp. The families differ in which projections carry a bias, in a norm per
+query/key head (Qwen3), in which layers see a sliding window, in tied embeddings. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from metainfer.core.errors import ModelError
+from metainfer.core.step import Phase
+from metainfer.kernels.impl import OpRequest
+from metainfer.kv.book.spec import CacheSpec, GroupKind
+from metainfer.models.arch import WeightSpec
+from metainfer.models.common.config import ConfigReader, token_ids
+from metainfer.models.common.rope import RopeSpec, read_rope
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_QKV_BIAS_ALWAYS = ("qwen2",)
+_QK_NORM = ("qwen3",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseArch:
+    """Everything that shapes a dense model. Widths in elements, `windows` in tokens (0 = full)."""
+
+    family: str
+    layers: int
+    vocab_size: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_context: int
+    norm_eps: float
+    rope: RopeSpec
+    windows: tuple[int, ...]
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        return (
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+        )
+
+    def cache_specs(self, dtype_bytes: int, layout: str) -> tuple[CacheSpec, ...]:
+        """K and V of one token in one layer: ``2 * Hkv * D`` elements."""
+        entry = 2 * self.kv_heads * self.head_dim * dtype_bytes
+        return tuple(
+            CacheSpec(
+                layer=layer,
+                name="kv",
+                kind=GroupKind.WINDOW if window else GroupKind.PAGED,
+                layout=layout,
+                entry_bytes=entry,
+                window=window,
+            )
+            for layer, window in enumerate(self.windows)
+        )
+
+    def packed_weights(self) -> tuple[WeightSpec, ...]:
+        found = [
+            WeightSpec(
+                "embed", "embed", ("model.embed_tokens.weight",), (self.vocab_size, self.hidden)
+            )
+        ]
+        for layer in range(self.layers):
+            found += self._layer_matrices(layer)
+        head = "model.embed_tokens.weight" if self.tied else "lm_head.weight"
+        found.append(
+            WeightSpec("lm_head", "linear.lm_head", (head,), (self.vocab_size, self.hidden))
+        )
+        return tuple(found)
+
+    def _layer_matrices(self, layer: int) -> list[WeightSpec]:
+        prefix = f"model.layers.{layer}"
+
+        def matrix(
+            site: str, parts: tuple[str, ...], rows: int, cols: int, bias: bool
+        ) -> WeightSpec:
+            names = tuple(f"{prefix}.{part}" for part in parts)
+            return WeightSpec(
+                f"layers.{layer}.{site}",
+                f"linear.{site}",
+                tuple(f"{name}.weight" for name in names),
+                (rows, cols),
+                tuple(f"{name}.bias" for name in names) if bias else (),
+                layer,
+            )
+
+        attn, mlp, width = "self_attn.{}_proj", "mlp.{}_proj", self.heads * self.head_dim
+        qkv = tuple(attn.format(part) for part in "qkv")
+        gate_up = (mlp.format("gate"), mlp.format("up"))
+        return [
+            matrix("qkv", qkv, sum(self.qkv_rows), self.hidden, self.qkv_bias),
+            matrix("o", (attn.format("o"),), self.hidden, width, self.o_bias),
+            matrix("gate_up", gate_up, 2 * self.ffn, self.hidden, self.mlp_bias),
+            matrix("down", (mlp.format("down"),), self.hidden, self.ffn, self.mlp_bias),
+        ]
+
+    def plain_weights(self) -> tuple[WeightSpec, ...]:
+        found = []
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}"
+            parts = [
+                ("attn_norm", "input_layernorm", self.hidden),
+                ("mlp_norm", "post_attention_layernorm", self.hidden),
+            ]
+            if self.qk_norm:
+                parts += [
+                    ("q_norm", "self_attn.q_norm", self.head_dim),
+                    ("k_norm", "self_attn.k_norm", self.head_dim),
+                ]
+            for name, tensor, width in parts:
+                key = f"layers.{layer}.{name}"
+                tensors = (f"{prefix}.{tensor}.weight",)
+                found.append(WeightSpec(key, "rmsnorm", tensors, (width,), (), layer))
+        found.append(WeightSpec("norm", "rmsnorm", ("model.norm.weight",), (self.hidden,)))
+        return tuple(found)
+
+    def op_requests(
+        self, phase: Phase, rows: int, dtype: str, schemes: Mapping[str, tuple[str, ...]]
+    ) -> tuple[OpRequest, ...]:
+        def ask(
+            op: str, shape: Mapping[str, int], count: int, *semantics: str, site: str = ""
+        ) -> OpRequest:
+            site = site or op
+            return OpRequest(
+                op,
+                site,
+                phase,
+                dtype,
+                {"rows": rows, **shape},
+                frozenset(semantics),
+                schemes.get(site, ()),
+                count,
+            )
+
+        heads = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        layers, width = self.layers, {"width": self.hidden}
+        found = [
+            ask("embed", {"n": self.vocab_size, "k": self.hidden}, 1),
+            ask("rmsnorm", width, 1 + (2 * layers if self.qk_norm else 0)),
+            ask("add_rmsnorm", width, 2 * layers),
+            ask("rope", {**heads, "rotary_dim": self.rope.rotary_dim}, layers),
+            ask("kv_write", heads, layers),
+            ask("swiglu", {"width": self.ffn}, layers),
+            ask("sample", {"vocab": self.vocab_size}, 1),
+        ]
+        window = ("window",) if any(self.windows) else ()
+        found.append(ask("attn_paged", {**heads, "context": self.max_context}, layers, *window))
+        for spec in (*self._layer_matrices(0), self.packed_weights()[-1]):
+            shape = {"n": spec.shape[0], "k": spec.shape[1]}
+            bias = ("bias",) if spec.bias else ()
+            count = layers if spec.layer >= 0 else 1
+            found.append(ask("linear", shape, count, *bias, site=spec.site))
+        return tuple(found)
+
+    def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:
+        """Residual, normed input, the widest pair of intermediates, and float32 logits twice."""
+        widest = max(3 * self.ffn, sum(self.qkv_rows) + self.heads * self.head_dim)
+        return rows * (3 * self.hidden + widest) * dtype_bytes + logit_rows * self.vocab_size * 8
+
+
+def read_arch(config: Mapping[str, object], where: str = "config.json") -> DenseArch:
+    """Read a Hugging Face config of one of `FAMILIES`.
+
+    Raises:
+        ModelError: a missing, unsupported or unknown key, naming it.
+    """
+    reader = ConfigReader(config, where)
+    family = str(config.get("model_type", ""))
+    if family not in FAMILIES:
+        raise ModelError(
+            f"{where} has model_type {family!r}.",
+            f"Dense families: {', '.join(FAMILIES)}.",
+            code="unsupported_model",
+        )
+    layers = reader.required("num_hidden_layers", int)
+    hidden = reader.required("hidden_size", int)
+    heads = reader.required("num_attention_heads", int)
+    kv_heads = reader.optional("num_key_value_heads", int, heads)
+    if min(layers, hidden, heads, kv_heads) <= 0 or heads % kv_heads:
+        raise ModelError(
+            f"{where} has {heads} query heads over {kv_heads} KV heads in {layers} layers "
+            f"of width {hidden}.",
+            "Query heads must be a positive multiple of KV heads.",
+            code="bad_config",
+        )
+    default_dim = 128 if family == "qwen3" else hidden // heads
+    head_dim = reader.optional("head_dim", int, default_dim)
+    default_context = {"llama": 2048, "mistral": 131072}.get(family, 32768)
+    max_context = reader.optional("max_position_embeddings", int, default_context)
+    reader.only("hidden_act", ("silu", "swish"))
+    attention_bias = family in ("llama", "qwen3") and reader.optional("attention_bias", bool, False)
+    arch = DenseArch(
+        family=family,
+        layers=layers,
+        vocab_size=reader.required("vocab_size", int),
+        hidden=hidden,
+        ffn=reader.required("intermediate_size", int),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_context=max_context,
+        norm_eps=reader.optional("rms_norm_eps", float, 1e-6),
+        rope=read_rope(reader, head_dim=head_dim, max_positions=max_context),
+        windows=_windows(reader, family, layers),
+        tied=reader.optional("tie_word_embeddings", bool, False),
+        qkv_bias=attention_bias or family in _QKV_BIAS_ALWAYS,
+        o_bias=attention_bias,
+        mlp_bias=family == "llama" and reader.optional("mlp_bias", bool, False),
+        qk_norm=family in _QK_NORM,
+        eos_token_ids=token_ids(config, "eos_token_id"),
+    )
+    reader.finish()
+    return arch
+
+
+def _windows(reader: ConfigReader, family: str, layers: int) -> tuple[int, ...]:
+    """Each layer's sliding window in tokens, 0 for full attention."""
+    if family == "llama":
+        return (0,) * layers
+    window = 0 if reader.null("sliding_window") else reader.optional("sliding_window", int, 4096)
+    if family == "mistral":
+        return (window,) * layers
+    used = reader.optional("use_sliding_window", bool, False)
+    first = reader.optional("max_window_layers", int, 28)
+    kinds = reader.sequence("layer_types")
+    if not used:
+        return (0,) * layers
+    if kinds is None:
+        return tuple(window if layer >= first else 0 for layer in range(layers))
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise ModelError(
+            f"layer_types has {len(kinds)} entries of {sorted(set(map(str, kinds)))} "
+            f"for {layers} layers.",
+            "Expected one of full_attention, sliding_attention per layer.",
+            code="bad_config",
+        )
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

@@ -1,0 +1,135 @@
+"""The dense decoder, as its papers write it.
+
+Shapes: T tokens, Hq/Hkv query/KV heads, D head width, H hidden, F mlp width, V vocabulary.
+Every computation goes through `ops`, the table of implementations that the plan chose for this
+phase; nothing here knows a device, a dtype or a packing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from metainfer.core.step import ALL_LAYERS
+from metainfer.kernels.table import PhaseOps
+from metainfer.models.common.inputs import PagedLayerCache, SegmentInputs
+from metainfer.models.dense.arch import DenseArch
+from metainfer.ops.linear.packed import PackedWeight
+
+
+@dataclass(slots=True)
+class DenseLayer:
+    """One decoder layer's weights. `q_norm`/`k_norm` [D] where the family has them."""
+
+    attn_norm: torch.Tensor  # [H]
+    qkv: PackedWeight  # [(Hq + 2 Hkv) D, H]
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: PackedWeight  # [H, Hq D]
+    mlp_norm: torch.Tensor  # [H]
+    gate_up: PackedWeight  # [2 F, H]
+    down: PackedWeight  # [H, F]
+    window: int
+
+
+class DenseModel:
+    """Holds weights; `forward` runs one segment, `logits` the head."""
+
+    def __init__(
+        self,
+        arch: DenseArch,
+        packed: Mapping[str, PackedWeight],
+        plain: Mapping[str, torch.Tensor],
+        cos_sin: torch.Tensor,
+    ) -> None:
+        self.arch = arch
+        self.cos_sin = cos_sin  # [M, R] float32
+        self.embed = packed["embed"]
+        self.head = packed["lm_head"]
+        self.norm = plain["norm"]
+        self.layers = [
+            DenseLayer(
+                attn_norm=plain[f"layers.{i}.attn_norm"],
+                qkv=packed[f"layers.{i}.qkv"],
+                q_norm=plain.get(f"layers.{i}.q_norm"),
+                k_norm=plain.get(f"layers.{i}.k_norm"),
+                o=packed[f"layers.{i}.o"],
+                mlp_norm=plain[f"layers.{i}.mlp_norm"],
+                gate_up=packed[f"layers.{i}.gate_up"],
+                down=packed[f"layers.{i}.down"],
+                window=arch.windows[i],
+            )
+            for i in range(arch.layers)
+        ]
+
+    def forward(
+        self,
+        inputs: SegmentInputs,
+        caches: Sequence[PagedLayerCache],
+        ops: PhaseOps,
+        stop_layer: int = ALL_LAYERS,
+    ) -> torch.Tensor:
+        """Run the layers below `stop_layer`; returns the normed hidden states [T, H].
+
+        With `stop_layer` the norm applied last is that of the layer which was not run.
+        """
+        eps = self.arch.norm_eps
+        last = len(self.layers) if stop_layer == ALL_LAYERS else stop_layer
+        residual = ops.embed(inputs.ids, self.embed)  # [T, H]
+        x = ops.rmsnorm(residual, self._norm_of(0), eps)
+        for index in range(last):
+            layer = self.layers[index]
+            y = self._attention(x, layer, caches[index], inputs, ops)
+            x, residual = ops.add_rmsnorm(y, residual, layer.mlp_norm, eps)
+            y = ops.linear(ops.swiglu(ops.linear(x, layer.gate_up)), layer.down)
+            x, residual = ops.add_rmsnorm(y, residual, self._norm_of(index + 1), eps)
+        return x
+
+    def logits(self, hidden: torch.Tensor, inputs: SegmentInputs, ops: PhaseOps) -> torch.Tensor:
+        """Logits [R, V] of the rows that need them, from `forward`'s result [T, H]."""
+        rows = hidden if inputs.logit_rows is None else hidden[inputs.logit_rows]
+        return ops.linear(rows, self.head)
+
+    def _attention(
+        self,
+        x: torch.Tensor,
+        layer: DenseLayer,
+        cache: PagedLayerCache,
+        inputs: SegmentInputs,
+        ops: PhaseOps,
+    ) -> torch.Tensor:
+        arch, tokens = self.arch, x.shape[0]
+        qkv = ops.linear(x, layer.qkv)  # [T, (Hq + 2 Hkv) D]
+        q, k, v = qkv.split(arch.qkv_rows, dim=-1)
+        q = q.contiguous().view(tokens, arch.heads, arch.head_dim)
+        k = k.contiguous().view(tokens, arch.kv_heads, arch.head_dim)
+        v = v.contiguous().view(tokens, arch.kv_heads, arch.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = _per_head_norm(q, layer.q_norm, arch.norm_eps, ops)
+            k = _per_head_norm(k, layer.k_norm, arch.norm_eps, ops)
+        q, k = ops.rope(q, k, inputs.positions, self.cos_sin)
+        group = inputs.groups[cache.group]
+        ops.kv_write(k, v, cache.k, cache.v, group.slots)
+        out = ops.attn_paged(
+            q,
+            cache.k,
+            cache.v,
+            group.page_table,
+            inputs.query_start,
+            inputs.context_lens,
+            scale=arch.scale,
+            window=layer.window,
+        )  # [T, Hq, D]
+        return ops.linear(out.view(tokens, arch.heads * arch.head_dim), layer.o)
+
+    def _norm_of(self, index: int) -> torch.Tensor:
+        return self.layers[index].attn_norm if index < len(self.layers) else self.norm
+
+
+def _per_head_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, ops: PhaseOps
+) -> torch.Tensor:
+    """RMSNorm over each head's D entries (Qwen3); x [T, heads, D]."""
+    return ops.rmsnorm(x.view(-1, x.shape[-1]), weight, eps).view(x.shape)

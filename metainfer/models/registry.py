@@ -1,0 +1,90 @@
+"""Which families exist: config -> `Arch`, `Arch` -> model class. Lazy, torch-free until a model
+is built.
+
+A new family is a folder and one row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from metainfer.core.errors import ModelError
+from metainfer.kernels.impl import resolve_attribute
+from metainfer.models.arch import Arch
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`read_arch`: ``module:function`` of config -> Arch. `build`: of (arch, weights ...) -> model.
+    `random`: ``module:function`` of nothing -> {name: config} for ``random:`` references."""
+
+    model_types: tuple[str, ...]
+    read_arch: str
+    build: str
+    random: str
+
+
+FAMILIES = (
+    Family(
+        ("llama", "mistral", "qwen2", "qwen3"),
+        "metainfer.models.dense.arch:read_arch",
+        "metainfer.models.dense.build:build",
+        "metainfer.models.dense.shapes:random_configs",
+    ),
+)
+
+
+def family_of(config: Mapping[str, object], where: str) -> Family:
+    """The family that serves a config's ``model_type``.
+
+    Raises:
+        ModelError: none does; lists what is served.
+    """
+    model_type = config.get("model_type")
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    served = [name for family in FAMILIES for name in family.model_types]
+    raise ModelError(
+        f"{where} is a {model_type!r} model, which is not served.",
+        f"Served: {', '.join(served)}.",
+        code="unsupported_model",
+    )
+
+
+def read_arch(config: Mapping[str, object], where: str) -> Arch:
+    """Read a checkpoint's config into its family's `Arch`."""
+    reader: Callable[..., Any] = resolve_attribute(family_of(config, where).read_arch)
+    arch: Arch = reader(config, where)
+    return arch
+
+
+def random_config(name: str, params: Mapping[str, str]) -> dict[str, object]:
+    """The config behind ``random:<name>?...``; `params` may set ``layers``.
+
+    Raises:
+        ModelError: no such shape, or a parameter that is not understood.
+    """
+    shapes: dict[str, dict[str, object]] = {}
+    for family in FAMILIES:
+        listed: Any = resolve_attribute(family.random)()
+        shapes.update(listed)
+    if name not in shapes:
+        raise ModelError(
+            f"there is no random model {name!r}.",
+            f"There is: {', '.join(sorted(shapes))}.",
+            code="unknown_model",
+        )
+    config = dict(shapes[name])
+    for key, value in params.items():
+        if key == "layers" and value.isdigit() and int(value) > 0:
+            config["num_hidden_layers"] = int(value)
+        elif key != "seed" or not value.isdigit():
+            raise ModelError(
+                f"random:{name} does not understand {key}={value!r}.",
+                "It takes layers=N (at least 1) and seed=N.",
+                code="bad_model_reference",
+            )
+    return config
