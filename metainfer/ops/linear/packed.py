@@ -20,8 +20,10 @@ class PackedWeight:
     """One matrix ``[N, K]`` as `layout` holds it.
 
     `data`: tensors by name, private to the layout (``dense@1``: ``weight`` [N, K]). `bias` [N] or
-    None, in the model's dtype. `site` names the use (``linear.qkv``); the run-time table dispatches
-    by it, and a tied embedding is one storage under two sites (`at_site`).
+    None, in the model's dtype. `handle`: what a foreign library made of it (a C descriptor), when
+    tensors alone do not say it; it is then what the kernels read. `site` names the use
+    (``linear.qkv``): the run-time table dispatches by it, and a tied embedding is one storage
+    under two sites (`at_site`).
     """
 
     layout: str
@@ -29,6 +31,7 @@ class PackedWeight:
     data: Mapping[str, Tensor]
     bias: Tensor | None = None
     site: str = ""
+    handle: object = None
 
     def at_site(self, site: str) -> PackedWeight:
         """The same storage used elsewhere."""

@@ -1,0 +1,159 @@
+"""The run-time table: what was chosen at start, as plain attributes. No torch.
+
+``table.phase(Phase.DECODE).rmsnorm(x, weight, eps)`` costs an attribute and a call. `linear` looks
+its implementation up by ``weight.site``. An op that a model uses at several sites (attention with
+and without a window) is fetched once by `PhaseOps.at`.
+
+With a `Trace`, every call is counted by phase and implementation, and `Trace.inside` says whether
+an op is running; without one nothing is wrapped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from metainfer.core.errors import InternalError
+from metainfer.core.step import Phase
+from metainfer.kernels.select import Choice, Selection
+
+OPS = (
+    "embed",
+    "rmsnorm",
+    "add_rmsnorm",
+    "linear",
+    "swiglu",
+    "rope",
+    "kv_write",
+    "attn_paged",
+    "sample",
+)
+
+# Op signatures are in ops/README.md; tensors cannot be named in a room without torch.
+Function = Callable[..., Any]
+
+
+class Trace:
+    """Calls by (phase, site, implementation id), and how deep in table ops we are."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[Phase, str, str]] = Counter()
+        self._depth = 0
+
+    @property
+    def inside(self) -> bool:
+        """An op of the table is running."""
+        return self._depth > 0
+
+    def by_impl(self, phase: Phase) -> dict[str, int]:
+        """Calls in `phase` by implementation id."""
+        counts: Counter[str] = Counter()
+        for (where, _, impl), count in self.calls.items():
+            if where is phase:
+                counts[impl] += count
+        return dict(counts)
+
+    def wrap(self, function: Function, phase: Phase, site: str, impl: str) -> Function:
+        """`function`, counted."""
+        key = (phase, site, impl)
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            self.calls[key] += 1
+            self._depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return traced
+
+
+class PhaseOps:
+    """The ops of one phase. An attribute exists for every op of the selection.
+
+    An op with one site, or with a site named like the op, or with the same implementation at all
+    sites is the attribute itself; otherwise the attribute refuses and `at` must be used.
+    """
+
+    __slots__ = ("_impls", "_sites", "phase", *OPS)
+
+    def __init__(self, phase: Phase, functions: Mapping[str, tuple[Choice, Function]]) -> None:
+        self.phase = phase
+        self._sites = {site: function for site, (_, function) in functions.items()}
+        self._impls = {site: choice.impl.id for site, (choice, _) in functions.items()}
+        for op in OPS:
+            sites = [site for site, (choice, _) in functions.items() if choice.request.op == op]
+            if sites:
+                setattr(self, op, self._attribute(op, sites))
+
+    def at(self, site: str) -> Function:
+        """The function chosen at `site`. Look it up at start, not per call."""
+        function = self._sites.get(site)
+        if function is None:
+            listed = ", ".join(self._sites)
+            raise InternalError(
+                f"no op was selected at {site!r} in {self.phase}; there is: {listed}"
+            )
+        return function
+
+    def impl(self, site: str) -> str:
+        """Implementation id at `site`."""
+        return self._impls[site]
+
+    def _attribute(self, op: str, sites: list[str]) -> Function:
+        if op == "linear":
+            return _by_site({site: self._sites[site] for site in sites})
+        if op in sites:
+            return self._sites[op]
+        if len({self._impls[site] for site in sites}) == 1:
+            return self._sites[sites[0]]
+        return _ambiguous(op, sites)
+
+
+class OpTable:
+    """All phases of a selection, resolved: imports happen here, once."""
+
+    def __init__(self, choices: Selection | Iterable[Choice], trace: Trace | None = None) -> None:
+        listed = choices.bundle.choices if isinstance(choices, Selection) else tuple(choices)
+        self.choices = tuple(listed)
+        self.trace = trace
+        phases: dict[Phase, dict[str, tuple[Choice, Function]]] = {}
+        for choice in self.choices:
+            request, impl = choice.request, choice.impl
+            function = impl.resolve()
+            if trace is not None:
+                function = trace.wrap(function, request.phase, request.site, impl.id)
+            phases.setdefault(request.phase, {})[request.site] = (choice, function)
+        self._phases = {phase: PhaseOps(phase, chosen) for phase, chosen in phases.items()}
+
+    def phase(self, phase: Phase) -> PhaseOps:
+        """The ops of `phase`.
+
+        Raises:
+            InternalError: nothing was selected for it; a neighbour's choice is never borrowed.
+        """
+        ops = self._phases.get(phase)
+        if ops is None:
+            raise InternalError(f"no ops were selected for the {phase} phase")
+        return ops
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return tuple(self._phases)
+
+
+def _by_site(functions: Mapping[str, Function]) -> Function:
+    table = dict(functions)
+
+    def linear(x: Any, weight: Any) -> Any:
+        return table[weight.site](x, weight)
+
+    return linear
+
+
+def _ambiguous(op: str, sites: list[str]) -> Function:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise InternalError(f"{op} runs differently at {', '.join(sites)}; fetch it with at(site)")
+
+    return refuse

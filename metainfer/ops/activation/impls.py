@@ -1,0 +1,33 @@
+"""Declared implementations of `swiglu`."""
+
+from metainfer.kernels.cost import elementwise, extent
+from metainfer.kernels.impl import Context, Impl
+from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
+
+
+def _values(c: Context) -> float:
+    return 3.0 * extent(c, "rows") * extent(c, "f")
+
+
+IMPLS = (
+    Impl(
+        op="swiglu",
+        name="torch",
+        load="metainfer.ops.activation.torch_swiglu:swiglu",
+        provider="torch",
+        dtypes=FLOATS,
+        conditions=(ON_EITHER,),
+        native_when=NATIVE_ON_CPU,
+        graph_safe=True,
+        cost=elementwise(_values, launches=2, part=0.5),
+    ),
+    Impl(
+        op="swiglu",
+        name="ref",
+        load="metainfer.ops.activation.ref:swiglu",
+        provider="reference",
+        dtypes=FLOATS,
+        graph_safe=True,
+        cost=elementwise(_values, launches=5, part=0.2),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Cache write: see README.md."""

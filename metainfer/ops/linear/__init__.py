@@ -1,0 +1,1 @@
+"""Linear layers: see README.md."""

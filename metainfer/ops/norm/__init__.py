@@ -1,0 +1,1 @@
+"""RMS norm: see README.md."""

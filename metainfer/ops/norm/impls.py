@@ -1,0 +1,57 @@
+"""Declared implementations of `rmsnorm` and `add_rmsnorm`."""
+
+from metainfer.kernels.cost import elementwise, extent
+from metainfer.kernels.impl import Context, Impl
+from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
+
+
+def _values(c: Context) -> float:
+    return 2.0 * extent(c, "rows") * extent(c, "d")
+
+
+def _values_add(c: Context) -> float:
+    return 4.0 * extent(c, "rows") * extent(c, "d")
+
+
+IMPLS = (
+    Impl(
+        op="rmsnorm",
+        name="torch",
+        load="metainfer.ops.norm.torch_norm:rmsnorm",
+        provider="torch",
+        dtypes=FLOATS,
+        conditions=(ON_EITHER,),
+        native_when=NATIVE_ON_CPU,
+        graph_safe=True,
+        cost=elementwise(_values, launches=2, part=0.4),
+    ),
+    Impl(
+        op="rmsnorm",
+        name="ref",
+        load="metainfer.ops.norm.ref:rmsnorm",
+        provider="reference",
+        dtypes=FLOATS,
+        graph_safe=True,
+        cost=elementwise(_values, launches=8, part=0.12),
+    ),
+    Impl(
+        op="add_rmsnorm",
+        name="torch",
+        load="metainfer.ops.norm.torch_norm:add_rmsnorm",
+        provider="torch",
+        dtypes=FLOATS,
+        conditions=(ON_EITHER,),
+        native_when=NATIVE_ON_CPU,
+        graph_safe=True,
+        cost=elementwise(_values_add, launches=3, part=0.5),
+    ),
+    Impl(
+        op="add_rmsnorm",
+        name="ref",
+        load="metainfer.ops.norm.ref:add_rmsnorm",
+        provider="reference",
+        dtypes=FLOATS,
+        graph_safe=True,
+        cost=elementwise(_values_add, launches=11, part=0.15),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Token sampling: see README.md."""
