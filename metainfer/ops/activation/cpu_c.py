@@ -31,7 +31,7 @@ def _function(defines: tuple[str, ...]) -> Callable[..., None]:
     long = ctypes.c_int64
     function.argtypes = [ctypes.c_void_p, long, long, long, ctypes.c_void_p, ctypes.c_int]
     function.restype = None
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def swiglu(gate_up: Tensor, *, defines: tuple[str, ...] = ()) -> Tensor:

@@ -52,7 +52,7 @@ def _function(defines: tuple[str, ...]) -> Callable[..., int]:
         *(ctypes.c_float, long, pointer, long, integer),  # scale, window, out, stride, threads
     ]
     function.restype = integer
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -77,27 +77,23 @@ def attn_paged(
     context_lens: torch.Tensor,  # int32 [S]
     *,
     scale: float,
-    window: int | None,
-    out: torch.Tensor | None = None,  # [T, Hq, D]
+    window: int = 0,
     defines: tuple[str, ...] = (),
 ) -> torch.Tensor:
     """Causal attention of each sequence's newest tokens over its pages, float32 [T, Hq, D].
 
     ``context_lens[s]`` counts the tokens in the cache, the queries included; query ``j`` of ``n``
     stands at ``context_lens[s] - n + j`` and sees positions up to its own, with a `window` w the
-    last w of them. Pages outside every window of the step may be -1. `q` may be a view with any
-    stride over T. Rows of `out` outside ``query_start`` are left alone. Raises `InternalError`
-    for inputs that break this contract.
+    last w of them (0: no window). Pages outside every window of the step may be -1. `q` may be a
+    view with any stride over T. Rows that belong to no sequence are unspecified. `defines` select
+    another build of the C file (tests). Raises `InternalError` for inputs that break this contract.
     """
     _check(q, k_cache, v_cache)
     tables = (page_table, query_start, context_lens)
     if any(table.dtype != torch.int32 or table.stride(-1) != 1 for table in tables):
         raise InternalError("attn_paged wants contiguous int32 tables")
     rows, heads, width = q.shape
-    if out is None:
-        out = torch.empty((rows, heads, width))
-    elif out.dtype != torch.float32 or out.shape != q.shape or out.stride()[1:] != (width, 1):
-        raise InternalError(f"attn_paged cannot write to {out.dtype} {list(out.shape)}")
+    out = torch.empty((rows, heads, width))
     if rows == 0:
         return out
     code = _function(defines)(
@@ -117,9 +113,9 @@ def attn_paged(
         k_cache.shape[2],
         width,
         scale,
-        window or 0,
+        window,
         out.data_ptr(),
-        out.stride(0),
+        heads * width,
         torch.get_num_threads(),
     )
     if code:

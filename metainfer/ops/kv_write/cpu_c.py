@@ -34,7 +34,7 @@ def _function(defines: tuple[str, ...]) -> Callable[..., int]:
         *(long, long, long, long, pointer, long, long),
     ]
     function.restype = ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def kv_write(

@@ -8,8 +8,8 @@ Claims:
 * Weights are read once per call, 5 bits (Q4_1), 4.5 (Q4_0) or 8.5 (Q8_0) per element; `embed`
   reads rows from the same packing, so a tied embedding is held once.
 
-Needs a C compiler; K a multiple of 32; contiguous columns. The packing and the summation order
-are described in ``cpu_rows.c``.
+Needs a C compiler; K a multiple of 32; float32 on CPU. The packing and the summation order are
+described in ``cpu_rows.c``.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from metainfer.core.errors import InternalError, ModelError
 from metainfer.core.verdict import Verdict
+from metainfer.formats.quant import RawTensor
+from metainfer.formats.schemes import BLOCKS
 from metainfer.kernels import native
+from metainfer.ops.linear.packed import PackedWeight, joint_shape
 
 SOURCE = Path(__file__).with_name("cpu_rows.c")
 LAYOUT = "c-rows16@1"
-TILE = 16
-BLOCK = 32
-
-# scheme -> (number in the C file, bytes of a block in the checkpoint, bytes of a row in a tile)
-SCHEMES = {"q4_0": (0, 18), "q4_1": (1, 20), "q8_0": (2, 34)}
+SCHEMES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2}  # numbers as in the C file
+TILE = 16  # rows
+BLOCK = 32  # columns
 
 
 class _Segment(ctypes.Structure):
+    """The C file's `segment`: a run of rows of one scheme."""
+
     _fields_ = [
         ("scheme", ctypes.c_int64),
         ("tiles", ctypes.c_int64),
@@ -46,26 +50,14 @@ class _Segment(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedRows:
-    """A weight [N, K], perhaps of several matrices stacked along N, in tiles of 16 rows.
+class _Handle:
+    """What the C functions read. The segments point into the tensors of `PackedWeight.data`."""
 
-    `tensors` hold the tiles (uint8), one per run of rows of one scheme; `segments` is the C view
-    of them and keeps no reference itself. `defines` choose the library (tests only).
-    """
-
-    n: int
-    k: int
-    schemes: tuple[str, ...]
-    tensors: tuple[torch.Tensor, ...]
-    bias: torch.Tensor | None  # float32 [N]
+    linear: Callable[..., int]
+    embed: Callable[..., None]
     segments: ctypes.Array[_Segment]
-    defines: tuple[str, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weight memory, bias included."""
-        bias = 0 if self.bias is None else self.bias.nbytes
-        return bias + sum(tensor.nbytes for tensor in self.tensors)
+    count: int
+    bias: int | None
 
 
 def probe() -> Verdict:
@@ -74,125 +66,125 @@ def probe() -> Verdict:
 
 
 @functools.cache
-def _functions(defines: tuple[str, ...]) -> tuple[Callable[..., int], ...]:
+def _functions(
+    defines: tuple[str, ...],
+) -> tuple[Callable[..., int], Callable[..., None], Callable[..., None]]:
     library = native.load(SOURCE, defines=defines)
     pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    linear_c, pack_c, embed_c = library.mi_linear, library.mi_pack, library.mi_embed
+    linear_c, embed_c, pack_c = library.mi_linear, library.mi_embed, library.mi_pack
     linear_c.argtypes = [
-        *(pointer, long, long, long),
-        *(pointer, long, pointer, pointer, long, integer),
+        *(pointer, long, long, long),  # x, T, ldx, K
+        *(pointer, long, pointer, pointer, long, integer),  # segments, count, bias, y, ldy, threads
     ]
     linear_c.restype = integer
-    pack_c.argtypes = [pointer, long, long, integer, pointer]
-    pack_c.restype = None
     embed_c.argtypes = [pointer, long, long, pointer, pointer, integer]
     embed_c.restype = None
-    return linear_c, pack_c, embed_c
+    pack_c.argtypes = [pointer, long, long, integer, pointer]
+    pack_c.restype = None
+    return linear_c, embed_c, pack_c
 
 
-def _check_part(scheme: str, raw: torch.Tensor, k: int) -> None:
-    if scheme not in SCHEMES:
-        known = ", ".join(SCHEMES)
-        raise ModelError(f"Scheme {scheme} has no C kernel.", f"Use one of {known}.")
-    want = k // BLOCK * SCHEMES[scheme][1]
-    if raw.dtype != torch.uint8 or raw.dim() != 2 or raw.shape[1] != want:
+def _check_scales(raw: RawTensor) -> None:
+    """Scales that are not finite would poison whole rows silently."""
+    head = 4 if raw.scheme == "Q4_1" else 2
+    blocks = raw.data.reshape(raw.data.shape[0], -1, BLOCKS[raw.scheme][1])
+    scales = blocks[:, :, :head].contiguous().view(torch.float16)
+    if not bool(torch.isfinite(scales).all()):
         raise ModelError(
-            f"A {scheme} weight with K={k} has rows of {want} bytes (uint8), "
-            f"got {raw.dtype} {list(raw.shape)}."
+            f"A {raw.scheme} weight {list(raw.shape)} has scales that are not finite.",
+            "The checkpoint is damaged.",
+            code="bad_weight",
         )
 
 
-def _scales(scheme: str, raw: torch.Tensor) -> torch.Tensor:
-    """The float16 scales (and minima) of a raw weight, [N, blocks, 1 or 2]."""
-    block = SCHEMES[scheme][1]
-    head = 4 if scheme == "q4_1" else 2
-    blocks = raw.view(raw.shape[0], -1, block)[:, :, :head].contiguous()
-    return blocks.view(torch.float16)
-
-
 def pack(
-    parts: Sequence[tuple[str, torch.Tensor]],
-    k: int,
-    bias: torch.Tensor | None = None,
+    raws: Sequence[RawTensor],
+    bias: Tensor | None = None,
     *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    site: str = "",
     defines: tuple[str, ...] = (),
-) -> PackedRows:
-    """Repack rows of a GGUF file; `parts` are stacked along N in the order given.
+) -> PackedWeight:
+    """``c-rows16@1``: `raws` laid end to end along N; their schemes may differ.
 
-    Each part is (scheme, raw uint8 [n, bytes of a row]); schemes are ``q4_0``, ``q4_1``,
-    ``q8_0`` and may differ between parts. `bias`: [N] or None. Raises `ModelError` for another
-    scheme, for K not a multiple of 32, and for scales that are not finite.
+    `defines` select another build of the C file (tests).
+
+    Raises:
+        ModelError: K is not a multiple of 32, the widths differ, or scales are not finite.
+        InternalError: a scheme, dtype or device that the layout's conditions exclude.
     """
-    if k <= 0 or k % BLOCK:
-        raise ModelError(f"Block-quantised weights need K in multiples of {BLOCK}, got {k}.")
-    runs: list[tuple[str, list[torch.Tensor]]] = []
-    for scheme, raw in parts:
-        _check_part(scheme, raw, k)
-        if not torch.isfinite(_scales(scheme, raw)).all():
-            raise ModelError(f"A {scheme} weight has scales that are not finite.")
-        if runs and runs[-1][0] == scheme:
-            runs[-1][1].append(raw)
+    n, k = joint_shape(raws)
+    if dtype != torch.float32 or torch.device(device).type != "cpu":
+        raise InternalError(f"{LAYOUT} serves float32 on cpu, not {dtype} on {device}")
+    runs: list[list[RawTensor]] = []
+    for raw in raws:
+        if raw.scheme not in SCHEMES:
+            raise InternalError(f"{LAYOUT} does not hold {raw.scheme}")
+        _check_scales(raw)
+        if runs and runs[-1][0].scheme == raw.scheme:
+            runs[-1].append(raw)
         else:
-            runs.append((scheme, [raw]))
-    pack_c = _functions(defines)[1]
+            runs.append([raw])
+    linear_c, embed_c, pack_c = _functions(defines)
     segments = (_Segment * len(runs))()
-    tensors: list[torch.Tensor] = []
+    data: dict[str, Tensor] = {}
     first = 0
-    for segment, (scheme, raws) in zip(segments, runs, strict=True):
-        rows = sum(raw.shape[0] for raw in raws)
+    for index, run in enumerate(runs):
+        scheme = run[0].scheme
+        rows = sum(raw.shape[0] for raw in run)
         tiles = -(-rows // TILE)
-        number, block = SCHEMES[scheme]
-        packed = _aligned(tiles * TILE * (k // BLOCK) * block)
-        raw = raws[0].contiguous() if len(raws) == 1 else torch.cat(raws)
-        pack_c(raw.data_ptr(), rows, k, number, packed.data_ptr())
-        segment.scheme, segment.tiles, segment.rows, segment.first = number, tiles, rows, first
-        segment.data = packed.data_ptr()
-        tensors.append(packed)
+        tensor = _aligned(tiles * TILE * (k // BLOCK) * BLOCKS[scheme][1])
+        source = torch.cat([raw.data for raw in run]).contiguous()
+        pack_c(source.data_ptr(), rows, k, SCHEMES[scheme], tensor.data_ptr())
+        segments[index] = _Segment(SCHEMES[scheme], tiles, rows, first, tensor.data_ptr())
+        data[f"tiles{index}.{scheme}"] = tensor
         first += rows
     if bias is not None:
-        if bias.shape != (first,):
-            raise ModelError(f"The bias has shape {list(bias.shape)}, the weight {first} rows.")
-        bias = bias.float().contiguous()
-    schemes = tuple(scheme for scheme, _ in runs)
-    return PackedRows(first, k, schemes, tuple(tensors), bias, segments, defines)
+        if bias.shape != (n,):
+            raise ModelError(f"A bias has shape {list(bias.shape)}, its weight {n} rows.")
+        bias = bias.to(torch.float32).contiguous()
+    address = None if bias is None else bias.data_ptr()
+    handle = _Handle(linear_c, embed_c, segments, len(runs), address)
+    return PackedWeight(LAYOUT, (n, k), data, bias, site, handle)
 
 
-def _aligned(size: int) -> torch.Tensor:
+def _aligned(size: int) -> Tensor:
     """uint8 [size] that starts at a multiple of 64 bytes."""
     room = torch.empty(size + 63, dtype=torch.uint8)
     start = -room.data_ptr() % 64
     return room[start : start + size]
 
 
-def linear(
-    x: torch.Tensor, packed: PackedRows, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``x @ W.T + bias``: x float32 [T, K] -> float32 [T, N].
+def _handle(weight: PackedWeight) -> _Handle:
+    handle = weight.handle
+    if not isinstance(handle, _Handle):
+        raise InternalError(f"a weight in layout {weight.layout} reached the kernel of {LAYOUT}")
+    return handle
 
-    `x` may have any row stride if its columns are contiguous; other inputs are copied. `out`, if
-    given, is float32 [T, N] with contiguous columns and does not overlap `x`.
-    """
-    if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != packed.k:
-        raise InternalError(f"linear wants float32 [T, {packed.k}], got {x.dtype} {list(x.shape)}")
+
+def linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    """``x @ Wᵀ + bias``: x float32 [T, K], any row stride -> float32 [T, N]."""
+    handle = _handle(weight)
+    n, k = weight.shape
+    if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != k:
+        raise InternalError(f"linear wants float32 [T, {k}], got {x.dtype} {list(x.shape)}")
     if x.stride(1) != 1:
         x = x.contiguous()
     rows = x.shape[0]
-    if out is None:
-        out = torch.empty((rows, packed.n))
-    elif out.dtype != torch.float32 or out.shape != (rows, packed.n) or out.stride(1) != 1:
-        raise InternalError(f"linear cannot write to {out.dtype} {list(out.shape)}")
+    out = torch.empty((rows, n))  # [T, N]
     if rows == 0:
         return out
-    failed = _functions(packed.defines)[0](
+    failed = handle.linear(
         x.data_ptr(),
         rows,
         x.stride(0),
-        packed.k,
-        packed.segments,
-        len(packed.segments),
-        None if packed.bias is None else packed.bias.data_ptr(),
+        k,
+        handle.segments,
+        handle.count,
+        handle.bias,
         out.data_ptr(),
-        out.stride(0),
+        n,
         torch.get_num_threads(),
     )
     if failed:
@@ -200,23 +192,22 @@ def linear(
     return out
 
 
-def embed(ids: torch.Tensor, packed: PackedRows) -> torch.Tensor:
-    """Rows `ids` of a packed weight of one scheme: int64 [T] -> float32 [T, K], exact.
+def embed(ids: Tensor, table: PackedWeight) -> Tensor:
+    """``out[t] = W[ids[t]]``, exact: ids int64 [T], W of one scheme -> float32 [T, K].
 
-    An id outside [0, N) raises `InternalError` (the tokenizer and the model disagree).
+    Raises `InternalError` for an id outside [0, N).
     """
-    if len(packed.schemes) != 1:
-        raise InternalError("embed reads a weight of one scheme")
-    ids = ids.to(torch.int64).contiguous()
-    out = torch.empty((ids.numel(), packed.k))
+    handle = _handle(table)
+    n, k = table.shape
+    if handle.count != 1 or ids.dtype != torch.int64:
+        raise InternalError("embed reads int64 ids and a table of one scheme")
+    ids = ids.contiguous()
+    out = torch.empty((ids.numel(), k))  # [T, K]
     if ids.numel() == 0:
         return out
-    low, high = torch.aminmax(ids)
-    if int(low) < 0 or int(high) >= packed.n:
-        raise InternalError(f"token id outside [0, {packed.n})")
-    embed_c = _functions(packed.defines)[2]
+    low, high = ids.aminmax()
+    if int(low) < 0 or int(high) >= n:
+        raise InternalError(f"a token id outside [0, {n})")
     threads = torch.get_num_threads()
-    embed_c(
-        ids.data_ptr(), ids.numel(), packed.k, packed.segments, out.data_ptr(), threads
-    )
+    handle.embed(ids.data_ptr(), ids.numel(), k, handle.segments, out.data_ptr(), threads)
     return out

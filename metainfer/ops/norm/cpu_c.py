@@ -34,7 +34,7 @@ def _function(defines: tuple[str, ...]) -> Callable[..., None]:
         *(ctypes.c_float, long, long, pointer, pointer, ctypes.c_int),
     ]
     function.restype = None
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

@@ -34,7 +34,7 @@ def _function(defines: tuple[str, ...]) -> Callable[..., int]:
         *(long, long, long, long, integer, pointer, pointer, integer),
     ]
     function.restype = integer
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def rope(
