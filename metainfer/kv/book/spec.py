@@ -5,12 +5,15 @@ Three kinds of group, told apart by what *rewind* means:
 * `PAGED`: append-only pages, kept for the whole sequence. Rewind = lower the length.
 * `WINDOW`: pages too, but only the last `window` tokens are needed; older pages are given back
   (and may stay as prefix-cache content until reused). Rewind = lower the length, within the window.
-* `STATE`: a fixed block per slot (compressor rows, recurrent state). Rewind is declared: `CURSOR`
-  (ring addressed by position, rewind by arithmetic while it holds `ring_tokens`) or `SNAPSHOT`
-  (copied aside at `snapshot_tokens` boundaries; resume only there).
+* `STATE`: a fixed block per slot (compressor rows, recurrent state). Rewind after rejected drafts
+  is declared: `CURSOR` (ring addressed by position, goes back by arithmetic over at most
+  `ring_tokens` tokens) or `SNAPSHOT` (copied aside before a verify run, copied back after it).
 
-A hit or a resumed chunk starts where *every* group can start: a multiple of each page (in tokens),
-with each window's last pages present and a snapshot of each snapshot state.
+Resuming after a prefix hit is another question than rewinding: a state is either *clean* (holds
+nothing) at multiples of `clean_tokens`, such as a compressor whose windows close there, or it is
+saved at `snapshot_tokens` boundaries. A hit starts where *every* group can start: a multiple of
+each page (in tokens) and of each clean span, with each window's last pages present and a snapshot
+of each state that is not clean.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ class CacheSpec:
     state_bytes: int = 0
     rewind: Rewind = Rewind.CURSOR
     ring_tokens: int = 0
+    clean_tokens: int = 0
     kv_source: int | None = None
     index_source: int | None = None
 
@@ -73,6 +77,7 @@ class CacheSpec:
             self.state_bytes,
             self.rewind,
             self.ring_tokens,
+            self.clean_tokens,
         )
 
 
@@ -82,8 +87,7 @@ class GroupSpec:
 
     `page_tokens`: tokens a page covers (the block that the book hands out). `kernel_page_entries`:
     entries per *physical* page as the kernel walks it; a logical page is a whole number of them.
-    `snapshot_tokens`: for `SNAPSHOT` state, the distance between snapshots.
-    `hit_lag_tokens`: how far before a hit's end a window group must still hold pages (its window).
+    `snapshot_tokens`: for a state without `clean_tokens`, the distance between snapshots.
     """
 
     index: int
@@ -100,6 +104,7 @@ class GroupSpec:
     rewind: Rewind = Rewind.CURSOR
     ring_tokens: int = 0
     snapshot_tokens: int = 0
+    clean_tokens: int = 0
 
     @property
     def page_entries(self) -> int:
@@ -150,7 +155,7 @@ def form_groups(
                 f"page of {page_tokens} tokens holds no whole number of {first.name} entries "
                 f"(one per {first.tokens_per_entry} tokens)"
             )
-        needs_snapshots = first.kind is GroupKind.STATE and first.rewind is Rewind.SNAPSHOT
+        needs_snapshots = first.kind is GroupKind.STATE and not first.clean_tokens
         groups.append(
             GroupSpec(
                 index=index,
@@ -167,6 +172,7 @@ def form_groups(
                 rewind=first.rewind,
                 ring_tokens=first.ring_tokens,
                 snapshot_tokens=(snapshot_tokens or page_tokens) if needs_snapshots else 0,
+                clean_tokens=first.clean_tokens,
             )
         )
     return tuple(groups)
@@ -174,7 +180,9 @@ def form_groups(
 
 def hit_grid(groups: tuple[GroupSpec, ...]) -> int:
     """Tokens between positions at which every group can resume (least common multiple)."""
-    steps = [group.page_tokens or group.snapshot_tokens or 1 for group in groups]
+    steps = [
+        group.page_tokens or group.snapshot_tokens or group.clean_tokens or 1 for group in groups
+    ]
     return math.lcm(*steps) if steps else 1
 
 
