@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from pathlib import Path
 
 import torch
@@ -67,8 +68,7 @@ class Checkpoint:
     def _read(self, info: TensorInfo) -> RawTensor:
         if is_quantised(info.scheme):
             width = bytes_per_row(info.scheme, info.shape[-1])
-            rows = info.nbytes // width if width else 0
-            data = self._bytes(info, torch.uint8).reshape(rows, width)
+            data = self._bytes(info, torch.uint8).reshape(prod(info.shape[:-1]), width)
         elif info.scheme in TORCH_DTYPES:
             data = self._bytes(info, TORCH_DTYPES[info.scheme]).reshape(info.shape)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 
 import torch
@@ -56,10 +57,7 @@ class RawTensor:
     def __post_init__(self) -> None:
         if is_quantised(self.scheme):
             width = bytes_per_row(self.scheme, self.shape[-1])
-            rows = 1
-            for dim in self.shape[:-1]:
-                rows *= dim
-            expected: tuple[int, ...] = (rows, width)
+            expected: tuple[int, ...] = (prod(self.shape[:-1]), width)
             dtype = torch.uint8
         elif self.scheme in TORCH_DTYPES:
             expected, dtype = self.shape, TORCH_DTYPES[self.scheme]
@@ -91,6 +89,8 @@ def dequantise(raw: RawTensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return raw.data.to(dtype)
     if raw.scheme not in _DECODERS:
         raise _unsupported(raw.scheme, "dequantised")
+    if raw.data.numel() == 0:
+        return torch.empty(raw.shape, dtype=dtype, device=raw.data.device)
     blocks = raw.data.reshape(-1, BLOCKS[raw.scheme][1])  # [blocks, bytes]
     return _DECODERS[raw.scheme](blocks).reshape(raw.shape).to(dtype)
 
@@ -101,10 +101,12 @@ def quantise(values: Tensor, scheme: str) -> RawTensor:
         raise _unsupported(scheme, "produced by the reference encoder")
     shape = tuple(values.shape)
     width = bytes_per_row(scheme, shape[-1])
+    if values.numel() == 0:
+        empty = torch.empty((prod(shape[:-1]), width), dtype=torch.uint8, device=values.device)
+        return RawTensor(scheme, shape, empty)
     blocks = values.to(torch.float32).reshape(-1, BLOCKS[scheme][0])  # [blocks, 32]
     data = _ENCODERS[scheme](blocks)  # [blocks, bytes]
-    rows = data.numel() // width if width else 0
-    return RawTensor(scheme, shape, data.reshape(rows, width))
+    return RawTensor(scheme, shape, data.reshape(-1, width))
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
