@@ -102,6 +102,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     computed: int
     params: SamplingParams
     sample_index: int = 0  # tokens sampled before: keeps a seeded stream unbroken by preemption
+    eos_token_ids: tuple[int, ...] = ()  # banned from the draw until `min_tokens`
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):

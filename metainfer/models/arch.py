@@ -19,8 +19,9 @@ from metainfer.kv.book.spec import CacheSpec
 class WeightSpec:
     """One site's weight as the model packs it: checkpoint tensors concatenated along N.
 
-    `site`: the op site that reads it. `tensors`: canonical names in order. `bias`: names likewise,
-    empty for none. `shape`: (N, K) after concatenation. `layer`: -1 outside the layers.
+    `site`: the op site that reads it. `tensors`: canonical names in order, `rows` the N of each.
+    `bias`: names likewise, empty for none. `shape`: (N, K) after concatenation, or (width,).
+    `layer`: -1 outside the layers.
     """
 
     name: str
@@ -29,6 +30,12 @@ class WeightSpec:
     shape: tuple[int, ...]
     bias: tuple[str, ...] = ()
     layer: int = -1
+    rows: tuple[int, ...] = ()
+
+    def tensor_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each of `tensors`."""
+        rows = self.rows or (self.shape[0],)
+        return tuple((count, *self.shape[1:]) for count in rows)
 
     @property
     def elements(self) -> int:

@@ -23,6 +23,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _QKV_BIAS_ALWAYS = ("qwen2",)
 _QK_NORM = ("qwen3",)
 
+TYPICAL_CONTEXT = 1024
+"""Cached tokens per sequence at which attention's candidates are ranked."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseArch:
@@ -92,26 +95,26 @@ class DenseArch:
         prefix = f"model.layers.{layer}"
 
         def matrix(
-            site: str, parts: tuple[str, ...], rows: int, cols: int, bias: bool
+            site: str, parts: tuple[str, ...], rows: tuple[int, ...], width: int, bias: bool
         ) -> WeightSpec:
-            names = tuple(f"{prefix}.{part}" for part in parts)
+            names = tuple(f"{prefix}.{part}_proj" for part in parts)
             return WeightSpec(
                 f"layers.{layer}.{site}",
                 f"linear.{site}",
                 tuple(f"{name}.weight" for name in names),
-                (rows, cols),
+                (sum(rows), width),
                 tuple(f"{name}.bias" for name in names) if bias else (),
                 layer,
+                rows,
             )
 
-        attn, mlp, width = "self_attn.{}_proj", "mlp.{}_proj", self.heads * self.head_dim
-        qkv = tuple(attn.format(part) for part in "qkv")
-        gate_up = (mlp.format("gate"), mlp.format("up"))
+        hidden, ffn = self.hidden, self.ffn
+        qkv = ("self_attn.q", "self_attn.k", "self_attn.v")
         return [
-            matrix("qkv", qkv, sum(self.qkv_rows), self.hidden, self.qkv_bias),
-            matrix("o", (attn.format("o"),), self.hidden, width, self.o_bias),
-            matrix("gate_up", gate_up, 2 * self.ffn, self.hidden, self.mlp_bias),
-            matrix("down", (mlp.format("down"),), self.hidden, self.ffn, self.mlp_bias),
+            matrix("qkv", qkv, self.qkv_rows, hidden, self.qkv_bias),
+            matrix("o", ("self_attn.o",), (hidden,), self.qkv_rows[0], self.o_bias),
+            matrix("gate_up", ("mlp.gate", "mlp.up"), (ffn, ffn), hidden, self.mlp_bias),
+            matrix("down", ("mlp.down",), (hidden,), ffn, self.mlp_bias),
         ]
 
     def plain_weights(self) -> tuple[WeightSpec, ...]:
@@ -152,19 +155,23 @@ class DenseArch:
                 count,
             )
 
-        heads = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
-        layers, width = self.layers, {"width": self.hidden}
+        heads = {"hq": self.heads, "hkv": self.kv_heads, "d": self.head_dim}
+        layers, width = self.layers, {"d": self.hidden}
         found = [
-            ask("embed", {"n": self.vocab_size, "k": self.hidden}, 1),
+            ask("embed", {"n": self.vocab_size, **width}, 1),
             ask("rmsnorm", width, 1 + (2 * layers if self.qk_norm else 0)),
             ask("add_rmsnorm", width, 2 * layers),
-            ask("rope", {**heads, "rotary_dim": self.rope.rotary_dim}, layers),
+            ask("rope", {**heads, "rotated": self.rope.rotary_dim}, layers),
             ask("kv_write", heads, layers),
-            ask("swiglu", {"width": self.ffn}, layers),
-            ask("sample", {"vocab": self.vocab_size}, 1),
+            ask("swiglu", {"f": self.ffn}, layers),
+            ask("sample", {"v": self.vocab_size}, 1),
         ]
-        window = ("window",) if any(self.windows) else ()
-        found.append(ask("attn_paged", {**heads, "context": self.max_context}, layers, *window))
+        seqs = rows if phase in (Phase.DECODE, Phase.VERIFY) else 1
+        span = {**heads, "seqs": seqs, "context": min(self.max_context, TYPICAL_CONTEXT)}
+        windowed = max(self.windows)
+        if windowed:
+            span["window"] = windowed
+        found.append(ask("attn_paged", span, layers, *(("window",) if windowed else ())))
         for spec in (*self._layer_matrices(0), self.packed_weights()[-1]):
             shape = {"n": spec.shape[0], "k": spec.shape[1]}
             bias = ("bias",) if spec.bias else ()

@@ -1,0 +1,112 @@
+"""Static-step graphs for decode: one capture per token bucket, lengths and page tables on device.
+
+A bucket's buffers are padded: padding rows hold id 0, position 0 and slot -1, so they write
+nothing; each is a sequence of one token on page 0, which no request ever owns. A replay copies the
+step's inputs in and launches once; eager decode pays hundreds of launches per step.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from metainfer.core.step import Phase
+from metainfer.executor.inputs import HostInputs
+from metainfer.models.common.inputs import GroupInputs, SegmentInputs
+
+if TYPE_CHECKING:
+    from metainfer.executor.local import LocalParts
+
+
+@dataclass(slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: SegmentInputs
+    logits: torch.Tensor  # [bucket, V]
+
+
+class DecodeGraphs:
+    """Captured decode steps by bucket; `run` returns None when no bucket is large enough."""
+
+    def __init__(self, parts: LocalParts) -> None:
+        self._parts = parts
+        self._captured: dict[int, _Captured] = {}
+        self._pool: object | None = None
+
+    @torch.inference_mode()
+    def capture(self, bucket: int) -> None:
+        """Warm up and capture one bucket. Largest first saves memory: the pool is shared."""
+        parts = self._parts
+        inputs = self._buffers(bucket)
+        ops = parts.ops.phase(Phase.DECODE)
+
+        def step() -> torch.Tensor:
+            hidden = parts.model.forward(inputs, parts.store.layers, ops)
+            logits: torch.Tensor = parts.model.logits(hidden, inputs, ops)
+            return logits
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = step()
+        self._pool = self._pool or graph.pool()
+        self._captured[bucket] = _Captured(graph, inputs, logits)
+
+    def run(self, host: HostInputs) -> torch.Tensor | None:
+        """Replay the smallest bucket that holds the step; logits [T, V], or None."""
+        tokens = len(host.ids)
+        buckets = sorted(self._captured)
+        at = bisect.bisect_left(buckets, tokens)
+        if at == len(buckets):
+            return None
+        held = self._captured[buckets[at]]
+        _fill(held.inputs, host)
+        held.graph.replay()
+        return held.logits[:tokens]
+
+    def _buffers(self, bucket: int) -> SegmentInputs:
+        parts, device = self._parts, self._parts.device
+        groups = tuple(
+            GroupInputs(
+                torch.zeros(
+                    (bucket, group.pages_for(parts.max_context)), dtype=torch.int32, device=device
+                ),
+                torch.full((bucket,), -1, dtype=torch.int64, device=device),
+            )
+            for group in parts.groups
+        )
+        return SegmentInputs(
+            torch.zeros(bucket, dtype=torch.int64, device=device),
+            torch.zeros(bucket, dtype=torch.int64, device=device),
+            torch.arange(bucket + 1, dtype=torch.int32, device=device),
+            torch.ones(bucket, dtype=torch.int32, device=device),
+            groups,
+            None,
+        )
+
+
+def _fill(inputs: SegmentInputs, host: HostInputs) -> None:
+    """Copy a step into a bucket's buffers; what is beyond it becomes padding."""
+    tokens = len(host.ids)
+    _copy(inputs.ids, host.ids, 0)
+    _copy(inputs.positions, host.positions, 0)
+    _copy(inputs.context_lens, host.context_lens, 1)
+    for buffers, table, slots in zip(inputs.groups, host.page_tables, host.slots, strict=True):
+        _copy(buffers.slots, slots, -1)
+        rows = torch.from_numpy(table)
+        buffers.page_table[:tokens, : table.shape[1]].copy_(rows, non_blocking=True)
+        buffers.page_table[tokens:, :1] = 0
+
+
+def _copy(target: torch.Tensor, source: object, padding: int) -> None:
+    rows = torch.from_numpy(source)
+    target[: len(rows)].copy_(rows, non_blocking=True)
+    target[len(rows) :] = padding

@@ -1,0 +1,112 @@
+"""From a segment of a step plan to the tensors that a model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from metainfer.core.step import PENDING, RankTokens, TokenRun
+from metainfer.executor.slots import SlotTable
+from metainfer.kv.book.spec import GroupSpec
+from metainfer.models.common.inputs import GroupInputs, SegmentInputs
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class HostInputs:
+    """A segment as numpy arrays; `SegmentInputs` says what each means.
+
+    `pad_to` rows: padding tokens have id 0, position 0 and slot -1, and belong to no sequence.
+    """
+
+    ids: Ints
+    positions: Ints
+    query_start: npt.NDArray[np.int32]
+    context_lens: npt.NDArray[np.int32]
+    page_tables: list[npt.NDArray[np.int32]]
+    slots: list[Ints]
+    logit_rows: Ints
+
+    def to(self, device: torch.device) -> SegmentInputs:
+        """Copy to `device`; on CPU the arrays are shared, not copied."""
+
+        def move(array: npt.NDArray[np.generic]) -> torch.Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        groups = tuple(
+            GroupInputs(move(table), move(slots))
+            for table, slots in zip(self.page_tables, self.slots, strict=True)
+        )
+        every_row = len(self.logit_rows) == len(self.ids)
+        return SegmentInputs(
+            move(self.ids),
+            move(self.positions),
+            move(self.query_start),
+            move(self.context_lens),
+            groups,
+            None if every_row else move(self.logit_rows),
+        )
+
+
+def build(
+    rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec], *, pad_to: int = 0
+) -> HostInputs:
+    """Inputs of one rank's part of a segment. `PENDING` ids are the slot's latest token."""
+    runs = rank.runs
+    lengths = np.fromiter((len(run.tokens) for run in runs), np.int64, len(runs))
+    starts = np.fromiter((run.start for run in runs), np.int64, len(runs))
+    slot_of = np.fromiter((run.slot for run in runs), np.int64, len(runs))
+    real = int(lengths.sum())
+    total = max(real + rank.padding, pad_to)
+    query_start = np.zeros(len(runs) + 1, np.int32)
+    np.cumsum(lengths, out=query_start[1:])
+    positions = np.zeros(total, np.int64)
+    within = np.arange(real) - np.repeat(query_start[:-1].astype(np.int64), lengths)
+    positions[:real] = np.repeat(starts, lengths) + within
+    token_slot = np.repeat(slot_of, lengths)
+    contexts = (starts + lengths).astype(np.int32)
+    longest = int(contexts.max(initial=1))
+    tables, slots = [], []
+    for group, pages in zip(groups, table.page_tables, strict=True):
+        width = group.pages_for(longest)
+        tables.append(np.ascontiguousarray(pages[slot_of, :width]))
+        entry = np.full(total, -1, np.int64)
+        size = group.page_tokens
+        page = pages[token_slot, positions[:real] // size].astype(np.int64)
+        entry[:real] = np.where(page >= 0, page * size + positions[:real] % size, -1)
+        slots.append(entry)
+    return HostInputs(
+        _ids(runs, table, total),
+        positions,
+        query_start,
+        contexts,
+        tables,
+        slots,
+        _logit_rows(runs, query_start),
+    )
+
+
+def _ids(runs: Sequence[TokenRun], table: SlotTable, total: int) -> Ints:
+    ids = np.zeros(total, np.int64)
+    at = 0
+    for run in runs:
+        end = at + len(run.tokens)
+        ids[at:end] = run.tokens
+        if run.tokens[0] == PENDING:
+            ids[at] = table.states[run.slot].tokens[run.start]
+        at = end
+    return ids
+
+
+def _logit_rows(runs: Sequence[TokenRun], query_start: npt.NDArray[np.int32]) -> Ints:
+    rows = [
+        np.arange(query_start[i + 1] - run.logits, query_start[i + 1])
+        for i, run in enumerate(runs)
+        if run.logits
+    ]
+    return np.concatenate(rows).astype(np.int64) if rows else np.zeros(0, np.int64)

@@ -1,0 +1,125 @@
+"""One process, one device: the executor behind `generate`, the CPU server and a single GPU.
+
+`start` loads weights, makes the caches and warms every bucket; `execute` advances by one step plan.
+Nothing is compiled or chosen after `start`: the step looks functions up in the plan's table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from metainfer.core.errors import InternalError
+from metainfer.core.step import Phase, RunResult, Segment, StepPlan, StepResult
+from metainfer.executor.graphs import DecodeGraphs
+from metainfer.executor.inputs import build
+from metainfer.executor.sampler import finish_runs
+from metainfer.executor.slots import SlotTable
+from metainfer.kernels.table import OpTable
+from metainfer.kv.book.spec import GroupSpec
+from metainfer.kv.store.pools import KVStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalParts:
+    """What an executor runs on, put together by `executor.assemble`."""
+
+    model: Any
+    ops: OpTable
+    store: KVStore
+    groups: Sequence[GroupSpec]
+    device: torch.device
+    slots: int
+    max_context: int
+    vocab: int
+    graph_buckets: tuple[int, ...] = ()
+
+
+class LocalExecutor:
+    """Executes step plans on one device. Not thread-safe; the engine's loop owns it."""
+
+    def __init__(self, parts: LocalParts) -> None:
+        self._parts = parts
+        self._slots = SlotTable(parts.groups, parts.slots, parts.max_context, parts.vocab)
+        self._graphs: DecodeGraphs | None = None
+
+    def warm(self, on_bucket: Callable[[str], None] | None = None) -> None:
+        """Run every phase once and capture the decode graphs, so that nothing compiles later."""
+        for phase in (Phase.CHUNK, Phase.MIXED, Phase.DECODE):
+            if on_bucket is not None:
+                on_bucket(phase.value)
+            self._warm_phase(phase)
+        if self._parts.graph_buckets:
+            self._graphs = DecodeGraphs(self._parts)
+            for bucket in self._parts.graph_buckets:
+                if on_bucket is not None:
+                    on_bucket(f"graph {bucket}")
+                self._graphs.capture(bucket)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step and return what it drew.
+
+        Raises:
+            InternalError: the plan contradicts what this executor holds.
+        """
+        begin = time.perf_counter()
+        if plan.moves:
+            raise InternalError("this executor holds no slot state, the plan moves some")
+        self._slots.apply(plan)
+        self._parts.store.copy_pages(plan.copies)
+        results: list[RunResult] = []
+        for segment in plan.segments:
+            results += self._segment(segment)
+        return StepResult(plan.step, tuple(results), time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Drop graphs before the memory they point into."""
+        self._graphs = None
+
+    def _segment(self, segment: Segment) -> list[RunResult]:
+        if len(segment.ranks) != 1:
+            raise InternalError(f"one rank was given {len(segment.ranks)} token lists")
+        parts, rank = self._parts, segment.ranks[0]
+        phase_ops = parts.ops.phase(segment.phase)
+        host = build(rank, self._slots, parts.groups)
+        if segment.phase is Phase.DECODE and self._graphs is not None:
+            logits = self._graphs.run(host)
+            if logits is not None:
+                return finish_runs(logits, rank.runs, self._slots, phase_ops)
+        inputs = host.to(parts.device)
+        hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
+        if inputs.logit_rows is not None and inputs.logit_rows.numel() == 0:
+            return [RunResult(run.slot) for run in rank.runs]
+        logits = parts.model.logits(hidden, inputs, phase_ops)
+        return finish_runs(logits, rank.runs, self._slots, phase_ops)
+
+    @torch.inference_mode()
+    def _warm_phase(self, phase: Phase) -> None:
+        """One small segment on page 0, which no request ever owns."""
+        from metainfer.core.request import SamplingParams
+        from metainfer.core.step import NewRequest, PageGrant, RankTokens, TokenRun
+
+        lengths = {Phase.CHUNK: (16,), Phase.MIXED: (16, 1), Phase.DECODE: (1, 1)}[phase]
+        parts = self._parts
+        lengths = lengths[: parts.slots]
+        params = SamplingParams(temperature=0.0)
+        new = tuple(
+            NewRequest("warm", slot, 0, (0,) * count, count, 0, params)
+            for slot, count in enumerate(lengths)
+        )
+        pages = tuple(
+            PageGrant(slot, group.index, 0, (0,) * group.pages_for(count))
+            for slot, count in enumerate(lengths)
+            for group in parts.groups
+        )
+        runs = tuple(
+            TokenRun(slot, 0, (0,) * count, 1, 0, True) for slot, count in enumerate(lengths)
+        )
+        segment = Segment(phase, "warm", (RankTokens(runs),))
+        self.execute(StepPlan(0, (segment,), new, pages))
+        self._slots.apply(StepPlan(0, (), released=tuple(range(len(lengths)))))

@@ -1,0 +1,75 @@
+"""The executor's memory between steps: one row per slot, kept current by the diffs in step plans.
+
+Everything here lives on the host as numpy arrays, so that building a segment's inputs is a handful
+of vectorised look-ups whatever the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from metainfer.core.errors import InternalError
+from metainfer.core.request import SamplingParams
+from metainfer.core.step import NewRequest, StepPlan
+from metainfer.kv.book.spec import GroupSpec
+
+
+@dataclass(slots=True)
+class SlotState:
+    """One running request. `tokens` = prompt and everything sampled; `sampled` counts draws over
+    the request's whole life, preemptions included."""
+
+    request_id: str
+    params: SamplingParams
+    prompt_len: int
+    tokens: list[int]
+    sampled: int
+    eos_token_ids: tuple[int, ...]
+    vocab: int
+
+
+class SlotTable:
+    """Per-slot page tables (one [slots, W] array per group) and request states."""
+
+    def __init__(
+        self, groups: Sequence[GroupSpec], slots: int, max_context: int, vocab: int
+    ) -> None:
+        self._vocab = vocab
+        self.states: dict[int, SlotState] = {}
+        self.page_tables: list[npt.NDArray[np.int32]] = [
+            np.full((slots, group.pages_for(max_context)), -1, dtype=np.int32) for group in groups
+        ]
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in a plan's diff: releases, then entries, then page grants."""
+        for slot in plan.released:
+            self.states.pop(slot, None)
+        for new in plan.new:
+            self._enter(new)
+        for grant in plan.pages:
+            table = self.page_tables[grant.group]
+            end = grant.first + len(grant.pages)
+            if end > table.shape[1]:
+                raise InternalError(
+                    f"slot {grant.slot} was granted page {end - 1} of {table.shape[1]}"
+                )
+            table[grant.slot, grant.first : end] = grant.pages
+
+    def _enter(self, new: NewRequest) -> None:
+        if new.slot in self.states:
+            raise InternalError(f"slot {new.slot} was given away twice")
+        self.states[new.slot] = SlotState(
+            new.request_id,
+            new.params,
+            new.prompt_len,
+            list(new.prompt),
+            new.sample_index,
+            new.eos_token_ids,
+            self._vocab,
+        )
+        for table in self.page_tables:
+            table[new.slot] = -1

@@ -1,0 +1,135 @@
+"""The memory ledger: what is held where, line by line, and how many cached tokens are left.
+
+Bytes come from shapes and layouts, never from a measurement of this run; the executor's own count
+is compared with them after loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from metainfer.core.errors import RefusedError
+from metainfer.core.plan import LedgerRow
+from metainfer.core.verdict import Reason
+from metainfer.kernels.impl import Layout
+from metainfer.kv.book.capacity import CacheSizes, longest, steady_pages
+from metainfer.kv.book.spec import GroupKind, GroupSpec
+from metainfer.models.arch import Arch
+
+RESERVE_PART = 0.08
+"""Share of device memory left to the framework's context and fragmentation (seed)."""
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBudget:
+    """How the cache was sized. `tokens`: most tokens that fit when spread over sequences."""
+
+    sizes: CacheSizes
+    tokens: int
+    limited_by: str
+
+
+def weight_rows(
+    arch: Arch, layout: Layout, scheme_of: Callable[[str], str], dtype: str
+) -> list[LedgerRow]:
+    """One row per op site, a tied matrix once. `logical_bytes` is what the checkpoint stores."""
+    width = DTYPE_BYTES[dtype]
+    held: dict[tuple[str, ...], str] = {}
+    by_site: dict[str, list[int]] = {}
+    for spec in arch.packed_weights():
+        if spec.tensors in held:
+            continue
+        held[spec.tensors] = spec.site
+        per_element = 0.0
+        if layout.element_bytes is not None:
+            per_element = layout.element_bytes(scheme_of(spec.tensors[0]))
+        bias = spec.shape[0] * width if spec.bias else 0
+        packed = int(spec.elements * (per_element or width)) + bias
+        by_site.setdefault(spec.site, []).append(packed)
+    rows = [LedgerRow(item=site, kind="weights", bytes=sum(b)) for site, b in by_site.items()]
+    norms = sum(spec.elements for spec in arch.plain_weights()) * width
+    return [*rows, LedgerRow(item="norms", kind="weights", bytes=norms)]
+
+
+def size_cache(
+    groups: Sequence[GroupSpec],
+    budget_bytes: int,
+    *,
+    context: int,
+    running: int,
+    step_tokens: int,
+) -> CacheBudget:
+    """Pages per group within `budget_bytes`, or as many as `running` full sequences could use.
+
+    Groups share the budget in proportion to what a full sequence needs of each.
+
+    Raises:
+        RefusedError: one sequence of `context` tokens does not fit; says what would.
+    """
+    wanted = [
+        steady_pages(group, tokens=context, slots=running, step_tokens=step_tokens)
+        for group in groups
+    ]
+    full = sum(pages * group.page_bytes for pages, group in zip(wanted, groups, strict=True))
+    states = sum(running * group.slot_bytes for group in groups)
+    limited_by = "concurrency times context"
+    pages = wanted
+    if full + states > budget_bytes:
+        limited_by = "memory"
+        part = max(0.0, (budget_bytes - states) / full)
+        pages = [
+            int(count * part) if group.kind is not GroupKind.STATE else 0
+            for count, group in zip(wanted, groups, strict=True)
+        ]
+    sizes = CacheSizes(groups=tuple(groups), pages=tuple(pages), slots=running)
+    reach = longest(sizes)
+    if reach < context:
+        one = sum(
+            steady_pages(group, tokens=context, slots=1, step_tokens=step_tokens) * group.page_bytes
+            for group in groups
+        )
+        raise RefusedError(
+            f"a context of {context:,} tokens needs {one:,} B of cache, "
+            f"{budget_bytes:,} B are left for it.",
+            f"Lower --context to {max(reach, 0):,}, or raise --kv-memory.",
+            reasons=(Reason("memory", f"{one:,} B needed, {budget_bytes:,} B available"),),
+            code="does_not_fit",
+        )
+    return CacheBudget(sizes, _spread_tokens(sizes), limited_by)
+
+
+def kv_rows(sizes: CacheSizes, tokens: int) -> list[LedgerRow]:
+    """One row per group: allocated, and what `tokens` cached tokens need of it."""
+    rows = []
+    for group in sizes.groups:
+        allocated = sizes.pages[group.index] * group.page_bytes + sizes.slots * group.slot_bytes
+        logical = tokens // group.tokens_per_entry * group.entry_bytes * len(group.layers)
+        if group.kind is not GroupKind.PAGED:
+            logical = allocated
+        rows.append(LedgerRow(item=group.name, kind="kv", bytes=allocated, logical_bytes=logical))
+    return rows
+
+
+def total(rows: Sequence[LedgerRow], kinds: Mapping[str, None] | None = None) -> int:
+    """Bytes of all rows, or of those whose kind is listed."""
+    return sum(row.bytes for row in rows if kinds is None or row.kind in kinds)
+
+
+def _spread_tokens(sizes: CacheSizes) -> int:
+    """Tokens that paged groups hold in all; with windows only, what the windows hold."""
+    paged = [
+        (sizes.pages[group.index] - 1) * group.page_tokens
+        for group in sizes.groups
+        if group.kind is GroupKind.PAGED
+    ]
+    if paged:
+        return min(paged)
+    windows = [
+        (sizes.pages[group.index] - 1) * group.page_tokens
+        for group in sizes.groups
+        if group.kind is GroupKind.WINDOW
+    ]
+    return min(windows, default=0)

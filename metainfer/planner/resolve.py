@@ -1,0 +1,341 @@
+"""Intent to plan: the one place where values are decided, each with its author and its reason.
+
+Pure: facts, checkpoint index and records in, a frozen plan out. No device, no weights, no torch;
+the same function serves `plan`, `doctor` and `serve`, so that what is shown is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.intent import GOALS, Intent
+from metainfer.core.ledger import DecisionLedger, Loser, Origin
+from metainfer.core.plan import GroupPlan, LayoutPlan, LedgerRow, Limits, ModelPlan, OpPlan, Plan
+from metainfer.core.step import Phase
+from metainfer.kernels.impl import OpRequest
+from metainfer.kernels.registry import Registry
+from metainfer.kernels.select import Policy, Selection, select
+from metainfer.kv.book.capacity import CacheSizes
+from metainfer.kv.book.spec import GroupSpec, form_groups
+from metainfer.models.arch import Arch
+from metainfer.planner.memory import (
+    DTYPE_BYTES,
+    RESERVE_PART,
+    CacheBudget,
+    kv_rows,
+    size_cache,
+    total,
+    weight_rows,
+)
+from metainfer.platform.facts import CPU, Facts
+
+PHASES = (Phase.CHUNK, Phase.MIXED, Phase.DECODE)
+SINGLE = "single"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the resolver may know of a model: its arch and how each tensor is stored."""
+
+    reference: str
+    arch: Arch
+    scheme_of: Callable[[str], str]
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """The plan and what it was made from, for the executor, the scheduler and `doctor`."""
+
+    plan: Plan
+    arch: Arch
+    selection: Selection
+    groups: tuple[GroupSpec, ...]
+    sizes: CacheSizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """Seeds by device kind; replaced by records once a machine has been tuned."""
+
+    dtype: str
+    running: int
+    step_tokens: int
+    mixed_prefill_tokens: int
+    page_tokens: int
+
+
+_DEFAULTS = {CPU: _Defaults("float32", 32, 512, 128, 32)}
+_ACCELERATOR = _Defaults("bfloat16", 64, 4096, 512, 64)
+
+
+class _Resolver:
+    """One resolution in progress; each method decides one thing and writes it down."""
+
+    def __init__(self, intent: Intent, model: ModelFacts, facts: Facts) -> None:
+        self.intent = intent
+        self.model = model
+        self.arch = model.arch
+        self.facts = facts
+        self.ledger = DecisionLedger()
+        self.seeds = _DEFAULTS.get(facts.device.kind, _ACCELERATOR)
+
+    def given(self, name: str, key: str, default: object, why: str, origin: Origin) -> object:
+        """The user's value if there is one, else ours; either way on the record."""
+        value = getattr(self.intent, name)
+        if value is not None:
+            self.ledger.record(key, value, self.intent.origin(name), "asked for")
+            return value
+        self.ledger.record(key, default, origin, why)
+        return default
+
+    def number(self, name: str, key: str, default: int, why: str, origin: Origin) -> int:
+        """`given` for a positive count."""
+        value = self.given(name, key, default, why, origin)
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name} is {value}; it must be at least 1.", code="bad_usage")
+        return value
+
+    def dtype(self) -> str:
+        seed = self.seeds.dtype
+        dtype = str(
+            self.given("dtype", "model.dtype", seed, "the device's usual type", Origin.SEED)
+        )
+        if dtype not in DTYPE_BYTES:
+            raise UsageError(f"dtype {dtype!r} is not known.", f"Known: {', '.join(DTYPE_BYTES)}.")
+        return dtype
+
+    def limits(self) -> Limits:
+        most = self.arch.max_context
+        context = self.number(
+            "context", "limits.max_context", most, "the model's own limit", Origin.CHECKPOINT
+        )
+        if context > most:
+            raise RefusedError(
+                f"a context of {context:,} tokens exceeds the model's {most:,}.",
+                f"Use --context {most:,} or less.",
+                code="context_too_long",
+            )
+        running = self.number(
+            "concurrency",
+            "limits.max_running",
+            self.seeds.running,
+            "seed for this kind of device",
+            Origin.SEED,
+        )
+        step = self.number(
+            "chunk_tokens",
+            "limits.step_tokens",
+            max(self.seeds.step_tokens, running),
+            "seed for this kind of device",
+            Origin.SEED,
+        )
+        if step < running:
+            raise UsageError(
+                f"a step of {step} tokens cannot decode {running} sequences.",
+                f"Raise --chunk-tokens to {running}, or lower --concurrency.",
+            )
+        mixed = min(self.seeds.mixed_prefill_tokens, step)
+        self.ledger.record(
+            "limits.mixed_prefill_tokens",
+            mixed,
+            Origin.SEED,
+            "bounds how long a prompt can hold up running answers",
+        )
+        self.ledger.record(
+            "limits.max_waiting", 4096, Origin.DEFAULT, "further requests get 503 and retry"
+        )
+        return Limits(
+            max_context=context,
+            max_running=running,
+            step_tokens=step,
+            mixed_prefill_tokens=mixed,
+            max_waiting=4096,
+        )
+
+    def requests(self, dtype: str, limits: Limits) -> tuple[OpRequest, ...]:
+        schemes = self.schemes()
+        decoding = 1 if self.intent.goal == "latency" else min(8, limits.max_running)
+        rows = {
+            Phase.CHUNK: limits.step_tokens,
+            Phase.MIXED: limits.mixed_prefill_tokens + decoding,
+            Phase.DECODE: decoding,
+        }
+        return tuple(
+            request
+            for phase in PHASES
+            for request in self.arch.op_requests(phase, rows[phase], dtype, schemes)
+        )
+
+    def schemes(self) -> Mapping[str, tuple[str, ...]]:
+        found: dict[str, dict[str, None]] = {}
+        for spec in self.arch.packed_weights():
+            for name in spec.tensors:
+                found.setdefault(spec.site, {})[self.model.scheme_of(name)] = None
+        return {site: tuple(names) for site, names in found.items()}
+
+    def record_selection(self, selection: Selection) -> None:
+        losers = tuple(Loser(refused.name, refused.reasons) for refused in selection.refused)
+        pinned = bool(self.intent.layouts)
+        self.ledger.record(
+            "bundle",
+            selection.bundle.name,
+            Origin.FLAG if pinned else Origin.COST_MODEL,
+            "the feasible set of shared layouts with the least predicted time",
+            losers,
+        )
+        for choice in selection.bundle.choices:
+            request = choice.request
+            pin = request.site in self.intent.ops or request.op in self.intent.ops
+            measured = "record" in choice.why
+            origin = Origin.FLAG if pin else Origin.RECORD if measured else Origin.COST_MODEL
+            self.ledger.record(
+                f"ops.{request.site}@{request.phase.value}",
+                choice.impl.id,
+                origin,
+                choice.why,
+                tuple(Loser(loser.impl, loser.reasons) for loser in choice.rejected),
+            )
+
+    def cache(
+        self, dtype: str, limits: Limits, kv_layout: str, weights: list[LedgerRow]
+    ) -> tuple[tuple[GroupSpec, ...], CacheBudget, LedgerRow]:
+        page = self.number(
+            "page_tokens", "kv_groups", self.seeds.page_tokens, "seed, a power of two", Origin.SEED
+        )
+        specs = self.arch.cache_specs(DTYPE_BYTES[dtype], kv_layout)
+        groups = form_groups(specs, page_tokens=page)
+        transient = LedgerRow(
+            item=f"activations of {limits.step_tokens} tokens",
+            kind="transient",
+            bytes=self.arch.activation_bytes(
+                limits.step_tokens, limits.max_running, DTYPE_BYTES[dtype]
+            ),
+        )
+        budget = self.kv_bytes(total([*weights, transient]))
+        sized = size_cache(
+            groups,
+            budget,
+            context=limits.max_context,
+            running=limits.max_running,
+            step_tokens=limits.step_tokens,
+        )
+        self.ledger.record(
+            "kv_tokens", sized.tokens, Origin.DERIVED, f"limited by {sized.limited_by}"
+        )
+        return groups, sized, transient
+
+    def kv_bytes(self, held: int) -> int:
+        """Device bytes that the cache may take."""
+        memory = self.facts.device.memory_bytes
+        if self.facts.device.kind == CPU:
+            memory = self.facts.host.memory_bytes
+        if self.intent.kv_bytes is not None:
+            free = None if memory is None else memory - held
+            if free is not None and self.intent.kv_bytes > free:
+                raise RefusedError(
+                    f"--kv-memory asks for {self.intent.kv_bytes:,} B, "
+                    f"{max(free, 0):,} B are free beside weights and activations.",
+                    f"Ask for at most {max(free, 0):,} B.",
+                    code="does_not_fit",
+                )
+            return self.intent.kv_bytes
+        if memory is None:
+            raise RefusedError(
+                "the device's memory size is unknown, so the cache cannot be sized.",
+                "Say it: --kv-memory 4GiB.",
+                code="unknown_memory",
+            )
+        if self.facts.device.kind == CPU:
+            return max(min(memory // 8, memory - held), 0)
+        return max(int(memory * (1 - RESERVE_PART)) - held, 0)
+
+
+def resolve(
+    intent: Intent,
+    model: ModelFacts,
+    facts: Facts,
+    registry: Registry,
+    policy: Policy,
+    machine: str = "",
+) -> Resolved:
+    """Decide everything.
+
+    Args:
+        machine: fingerprint id of the machine that `facts` describe.
+
+    Raises:
+        UsageError: a malformed wish.
+        RefusedError: it cannot be done here; every reason is listed.
+    """
+    if intent.goal not in GOALS:
+        raise UsageError(f"goal {intent.goal!r} is not known.", f"Goals: {', '.join(GOALS)}.")
+    resolver = _Resolver(intent, model, facts)
+    ledger, arch = resolver.ledger, model.arch
+    dtype = resolver.dtype()
+    limits = resolver.limits()
+    selection = select(registry, resolver.requests(dtype, limits), facts, policy)
+    resolver.record_selection(selection)
+    layouts = selection.bundle.layouts
+    weight_layout = registry.layout(layouts["weight"])
+    weights = weight_rows(arch, weight_layout, model.scheme_of, dtype)
+    groups, sized, transient = resolver.cache(dtype, limits, layouts["kv"], weights)
+    cores = facts.host.usable_cores or 1
+    threads = resolver.number("threads", "threads", cores, "every usable core", Origin.PROBE)
+    ledger.record(
+        "prefix_cache", intent.prefix_cache, intent.origin("prefix_cache"), "reuse of prefixes"
+    )
+    ledger.record("model", model.reference, intent.origin("model"), "asked for")
+    ledger.record("platform", facts.platform, intent.origin("platform"), "see doctor")
+    ledger.record("device", facts.device.name, Origin.PROBE, "the platform's device")
+    ledger.record("machine", machine, Origin.PROBE, "fingerprint of devices and software")
+    for key in ("layouts", "phase_layout", "kv_domains"):
+        ledger.record(key, SINGLE, Origin.DERIVED, "one device: every phase runs on it")
+    plan = Plan(
+        model=ModelPlan(
+            reference=model.reference,
+            family=arch.family,
+            dtype=dtype,
+            parameters=model.parameters,
+            vocab_size=arch.vocab_size,
+            layers=arch.layers,
+        ),
+        platform=facts.platform,
+        device=facts.device.name,
+        machine=machine,
+        threads=threads,
+        layouts=(LayoutPlan(name=SINGLE),),
+        phase_layout={phase.value: SINGLE for phase in PHASES},
+        kv_domains=1,
+        kv_groups=tuple(_group_plan(group, sized.sizes) for group in groups),
+        kv_tokens=sized.tokens,
+        prefix_cache=intent.prefix_cache,
+        bundle=dict(layouts),
+        ops={
+            f"{c.request.site}@{c.request.phase.value}": OpPlan(
+                impl=c.impl.id, quality=c.quality.value, evidence=c.evidence.value
+            )
+            for c in selection.bundle.choices
+        },
+        limits=limits,
+        ledger=(*weights, *kv_rows(sized.sizes, sized.tokens), transient),
+        decisions=ledger.freeze(),
+    )
+    plan.check_origins()
+    return Resolved(plan=plan, arch=arch, selection=selection, groups=groups, sizes=sized.sizes)
+
+
+def _group_plan(group: GroupSpec, sizes: CacheSizes) -> GroupPlan:
+    return GroupPlan(
+        name=group.name,
+        kind=group.kind.value,
+        layout=group.layout,
+        pages=sizes.pages[group.index],
+        page_tokens=group.page_tokens,
+        page_bytes=group.page_bytes,
+        slots=sizes.slots if group.slot_bytes else 0,
+        slot_bytes=group.slot_bytes,
+        snapshots=sizes.places(group.index),
+    )
