@@ -35,12 +35,17 @@ class DeviceFacts:
     dot_types: frozenset[str] | None = None
     storage_types: frozenset[str] | None = None
     features: frozenset[str] | None = None
+    l2_bytes: int | None = None
     read_bytes_s: float | None = None
     dot_flops: Mapping[str, float] = field(default_factory=dict)  # element type -> FLOP/s
     hardware_queues: int | None = None
     bus_id: str | None = None
     numa_node: int | None = None
-    power_cap_w: float | None = None
+    power_cap_w: float | None = None  # the limit in force
+    power_default_w: float | None = None  # the limit the card ships with
+    bar_bytes: int | None = None  # memory window seen by the bus
+    ecc: bool | None = None
+    uuid: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +71,10 @@ class LinkFacts:
     source: int
     target: int
     kind: str | None = None  # pcie, nvlink, host
-    generation: int | None = None
+    generation: int | None = None  # as trained now; an idle card may train down
     width: int | None = None
+    max_generation: int | None = None  # what both ends could do
+    max_width: int | None = None
     bytes_s: float | None = None
     peer_read: bool | None = None
     peer_write: bool | None = None
