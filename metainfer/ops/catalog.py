@@ -7,20 +7,40 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
+from types import ModuleType
 
 from metainfer import ops
+from metainfer.core.errors import InternalError
 from metainfer.kernels.registry import Registry
+
+
+def folders() -> tuple[str, ...]:
+    """Names of the op folders, sorted."""
+    modules = pkgutil.iter_modules(ops.__path__)
+    return tuple(sorted(module.name for module in modules if module.ispkg))
 
 
 def builtin_registry() -> Registry:
     """Collect ``IMPLS`` and ``LAYOUTS`` of each ``ops/<op>/impls.py``."""
     registry = Registry()
-    for module in sorted(pkgutil.iter_modules(ops.__path__), key=lambda item: item.name):
-        if not module.ispkg:
-            continue
-        declared = importlib.import_module(f"metainfer.ops.{module.name}.impls")
+    for folder in folders():
+        declared = importlib.import_module(f"metainfer.ops.{folder}.impls")
         for layout in getattr(declared, "LAYOUTS", ()):
             registry.add_layout(layout)
         for impl in declared.IMPLS:
             registry.add(impl)
     return registry
+
+
+@cache
+def op_cases(op: str) -> ModuleType:
+    """The ``cases`` module that holds `op`: ``CASES``, ``REFERENCES``, ``RECIPES`` by op.
+
+    Imports torch. Raises `InternalError` when no folder has cases for it.
+    """
+    for folder in folders():
+        module = importlib.import_module(f"metainfer.ops.{folder}.cases")
+        if op in module.CASES:
+            return module
+    raise InternalError(f"no folder has cases for {op}")

@@ -1,0 +1,215 @@
+"""Run an implementation's cases on this device. The verdict is evidence, and so is a refusal.
+
+At first start every chosen implementation that has never run on this machine goes through here; a
+kernel known only to compile becomes eligible by passing. Inputs are fresh, outputs poisoned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metainfer.core.errors import MetaInferError
+from metainfer.core.step import Phase
+from metainfer.core.verdict import ACCEPT, Verdict, all_of, reject
+from metainfer.kernels.evidence import Qualification
+from metainfer.kernels.impl import Context, Impl, OpRequest
+from metainfer.kernels.registry import Registry
+from metainfer.kernels.select import objections
+from metainfer.ops.case import DTYPES, Case, Weight, allowed, errors, poisoned
+from metainfer.ops.catalog import op_cases
+from metainfer.ops.linear.packed import PackedWeight, pack_dense
+from metainfer.platform.facts import Facts
+
+
+def qualify(
+    impl: Impl,
+    dtype: str,
+    device: torch.device | str,
+    facts: Facts,
+    registry: Registry,
+    *,
+    seed: int = 0,
+    phases: Iterable[Phase] = tuple(Phase),
+) -> Verdict:
+    """Accepted iff at least one case applies and all that apply pass; else every reason.
+
+    A case applies when the implementation has no objection to its shape in one of `phases`.
+    """
+    module = op_cases(impl.op)
+    wanted = frozenset(phases)
+    results = [
+        check(impl, case, dtype, device, registry)
+        for case in module.CASES[impl.op](seed)
+        if applies(impl, case, dtype, facts, wanted)
+    ]
+    if not results:
+        return reject("cases", f"no case of {impl.op} applies to {impl.name} in {dtype} here")
+    return all_of(results)
+
+
+def qualify_all(
+    impls: Sequence[Impl],
+    dtype: str,
+    device: torch.device | str,
+    facts: Facts,
+    registry: Registry,
+    *,
+    seed: int = 0,
+) -> list[Qualification]:
+    """One record per implementation, for `kernels.evidence.evidence_for`."""
+    records = []
+    for impl in impls:
+        verdict = qualify(impl, dtype, device, facts, registry, seed=seed)
+        reasons = tuple(reason.message for reason in verdict.reasons)
+        records.append(Qualification(impl.id, verdict.accepted, reasons))
+    return records
+
+
+def applies(impl: Impl, case: Case, dtype: str, facts: Facts, phases: frozenset[Phase]) -> bool:
+    """Whether `impl` says that it serves `case` in `dtype` in one of `phases`."""
+    for phase in Phase:
+        if phase in phases and phase in case.phases and phase in impl.phases:
+            request = OpRequest(
+                case.op, case.op, phase, dtype, case.shape, case.semantics, case.schemes
+            )
+            if objections(impl, Context(request, facts, impl.requires_layout)).accepted:
+                return True
+    return False
+
+
+def check(
+    impl: Impl, case: Case, dtype: str, device: torch.device | str, registry: Registry
+) -> Verdict:
+    """Run one case and judge it. An exception of the implementation is a reason too."""
+    kind = DTYPES[dtype]
+    module = op_cases(case.op)
+    reference, recipe = module.REFERENCES[case.op], module.RECIPES[case.op]
+    rounded = _map(case.args, lambda t: t.to(kind) if t.dtype == torch.float64 else t)
+    try:
+        given = _placed(rounded, device, lambda w: _pack(w, impl, registry, kind, device))
+        with poisoned():
+            mine = _results(impl.resolve(), case, given)
+    except (RuntimeError, TypeError, ValueError, IndexError, MetaInferError, OSError) as error:
+        message = str(error).strip().splitlines() or [""]
+        text = f"{case.name}: {type(error).__name__}: {message[0]}"
+        return reject("raised", text, case=case.name)
+    if case.exact:
+        same_type = _placed(rounded, device, lambda w: _dense(w, kind, kind, device))
+        want = _results(reference, case, same_type)
+        pairs = zip(_flat(mine), _flat(want), strict=True)
+        return all_of(_exact(case, index, a, b) for index, (a, b) in enumerate(pairs))
+    truth_args = _placed(
+        _map(rounded, lambda t: t.double() if t.dtype == kind else t),
+        "cpu",
+        lambda w: _dense(w, kind, torch.float64, "cpu"),
+    )
+    recipe_args = _placed(rounded, "cpu", lambda w: _dense(w, kind, kind, "cpu"))
+    truth = _flat(_results(reference, case, truth_args))
+    theirs = _flat(_results(recipe, case, recipe_args))
+    ours = _flat(mine)
+    return all_of(
+        _judge(case, index, a.cpu(), b, c, kind)
+        for index, (a, b, c) in enumerate(zip(ours, theirs, truth, strict=True))
+    )
+
+
+def _judge(
+    case: Case, index: int, mine: Tensor, theirs: Tensor, truth: Tensor, dtype: torch.dtype
+) -> Verdict:
+    where = f"{case.name}, result {index}"
+    if mine.shape != truth.shape or mine.dtype != dtype:
+        got, want = f"{mine.dtype} {list(mine.shape)}", f"{dtype} {list(truth.shape)}"
+        return reject("result", f"{where}: {got} instead of {want}", case=case.name)
+    if case.rows is not None:
+        mine, theirs, truth = mine[: case.rows], theirs[: case.rows], truth[: case.rows]
+    found, limit = errors(mine, truth), allowed(errors(theirs, truth), dtype)
+    if found[0] <= limit[0] and found[1] <= limit[1]:
+        return ACCEPT
+    return reject(
+        "error",
+        f"{where}: error {found[0]:.2e} mean, {found[1]:.2e} worst; "
+        f"allowed {limit[0]:.2e}, {limit[1]:.2e}",
+        case=case.name,
+        error=found,
+        allowed=limit,
+    )
+
+
+def _exact(case: Case, index: int, mine: Tensor, want: Tensor) -> Verdict:
+    where = f"{case.name}, result {index}"
+    if mine.shape != want.shape or mine.dtype != want.dtype:
+        got, asked = f"{mine.dtype} {list(mine.shape)}", f"{want.dtype} {list(want.shape)}"
+        return reject("result", f"{where}: {got} instead of {asked}", case=case.name)
+    if mine.dtype.is_floating_point:
+        same = (mine == want) | (mine.isnan() & want.isnan())
+    else:
+        same = mine == want
+    wrong = int((~same).sum())
+    if wrong == 0:
+        return ACCEPT
+    return reject("error", f"{where}: {wrong} of {want.numel()} values differ", case=case.name)
+
+
+def _results(function: Callable[..., Any], case: Case, args: tuple[Any, ...]) -> Any:
+    result = function(*args, **case.kwargs)
+    return tuple(args[index] for index in case.outputs) if case.outputs else result
+
+
+def _flat(result: Any) -> list[Tensor]:
+    """The tensors of a result: a tensor, a tuple, or a dataclass of tensors and None."""
+    if isinstance(result, Tensor):
+        return [result]
+    if dataclasses.is_dataclass(result):
+        values = [getattr(result, f.name) for f in dataclasses.fields(result)]
+        return [value for value in values if value is not None]
+    return [tensor for item in result for tensor in _flat(item)]
+
+
+def _map(args: tuple[Any, ...], function: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    """`args` with each tensor replaced; weights and other values stay."""
+    return tuple(function(arg) if isinstance(arg, Tensor) else arg for arg in args)
+
+
+def _placed(
+    args: tuple[Any, ...], device: torch.device | str, pack: Callable[[Weight], PackedWeight]
+) -> tuple[Any, ...]:
+    """Fresh copies on `device`, weights packed, tensors inside dataclasses moved."""
+    placed: list[Any] = []
+    for arg in args:
+        if isinstance(arg, Weight):
+            placed.append(pack(arg))
+        elif isinstance(arg, Tensor):
+            placed.append(arg.clone().to(device))
+        elif dataclasses.is_dataclass(arg) and not isinstance(arg, type):
+            fields = {f.name: getattr(arg, f.name) for f in dataclasses.fields(arg)}
+            moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}
+            placed.append(dataclasses.replace(arg, **moved))
+        else:
+            placed.append(arg)
+    return tuple(placed)
+
+
+def _pack(
+    weight: Weight, impl: Impl, registry: Registry, dtype: torch.dtype, device: torch.device | str
+) -> PackedWeight:
+    layout = registry.layout(impl.requires_layout["weight"])
+    bias = weight.bias.to(dtype) if weight.bias is not None else None
+    packed = layout.resolve()(list(weight.raws), bias, dtype=dtype, device=device, site=impl.op)
+    assert isinstance(packed, PackedWeight)
+    return packed
+
+
+def _dense(
+    weight: Weight, rounded: torch.dtype, dtype: torch.dtype, device: torch.device | str
+) -> PackedWeight:
+    """The weight as decoded, rounded to `rounded`, held in `dtype`."""
+    bias = weight.bias.to(rounded) if weight.bias is not None else None
+    packed = pack_dense(weight.raws, bias, dtype=rounded, device=device)
+    data = {"weight": packed.data["weight"].to(dtype)}
+    moved = bias.to(device=device, dtype=dtype) if bias is not None else None
+    return dataclasses.replace(packed, data=data, bias=moved)
