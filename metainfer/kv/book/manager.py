@@ -333,16 +333,22 @@ class KVManager:
             account.saved = (start, key)
         return moves
 
-    def checkpoint(self, account: Account, start: int) -> list[StateMove] | None:
-        """Save states aside before a verify run at `start`; None if there is no place for it."""
-        if account.restore:
-            return None
+    @property
+    def can_checkpoint(self) -> bool:
+        """Whether `checkpoint` finds places now; true when no state needs one."""
+        return all(self.snapshots[group].available for group in self._rollback)
+
+    def checkpoint(self, account: Account, start: int) -> list[StateMove]:
+        """Save states aside before a verify run at `start`.
+
+        Raises:
+            InternalError: there is no place; callers look at `can_checkpoint` first.
+        """
         moves = []
         for group in self._rollback:
             place = self.snapshots[group].hold(account.slot)
             if place is None:
-                self._drop_scratch(account)
-                return None
+                raise InternalError("no snapshot place is left for a verify run")
             account.scratch.append((group, place))
             moves.append(StateMove("save", group, self.domain, account.slot, place))
         account.scratch_at = start

@@ -1,0 +1,427 @@
+"""The scheduler: requests in, step plans out, results in, outputs out. No tensors, no threads.
+
+Each step every running decode gets its token, prompts share what the bounds leave over, and pages
+are reserved in the order (priority, arrival). When they run out, the last in that order is
+preempted and recomputed later, never an earlier one: the first always progresses.
+
+`schedule` may run once more before the previous result is committed. Tokens still unknown are
+`PENDING`; tokens of a request that ended meanwhile are discarded; a sequence whose next position is
+unknown (a verify run is in flight) sits out. A preempted sequence keeps tokens that arrive late.
+
+Pages and slots are given back at once, even while a step that uses them is in flight: devices
+execute plans in order, and reuse is only ever planned in a later plan.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+
+from metainfer.core.clock import Clock, SystemClock
+from metainfer.core.errors import InternalError, RequestError
+from metainfer.core.request import FinishReason, Request
+from metainfer.core.step import PENDING, NewRequest, RequestOutput, StepPlan, StepResult, TokenRun
+from metainfer.core.verdict import Verdict
+from metainfer.kv.book import audit
+from metainfer.kv.book.manager import Hit, KVManager
+from metainfer.scheduler.build import Build, Flight
+from metainfer.scheduler.config import DraftSource, SchedulerConfig
+from metainfer.scheduler.domain import Domain
+from metainfer.scheduler.metrics import Counters, Stats
+from metainfer.scheduler.receive import Receiver
+from metainfer.scheduler.sequence import Sequence
+from metainfer.scheduler.share import share
+
+_NEVER = 1 << 60
+
+DEPTH = 2
+"""Plans that may be without a result at once: one running, one queued behind it."""
+
+
+class Scheduler:
+    """One central scheduler over one KV account per domain.
+
+    A request is pinned to a domain when it is added: the one with the least due tokens, counting
+    the request itself less what that domain has cached.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: Seq[KVManager],
+        clock: Clock | None = None,
+        drafts: DraftSource | None = None,
+    ) -> None:
+        config.check()
+        self.config = config
+        self.clock = clock or SystemClock()
+        self.counters = Counters()
+        self.domains = [Domain(i, manager, config.max_running) for i, manager in enumerate(kv)]
+        self._drafts = drafts if config.max_drafts else None
+        self._sequences: dict[str, Sequence] = {}
+        self._flights: deque[Flight] = deque()
+        self._build = Build(len(self.domains))
+        self._receiver = Receiver(self)
+        self._arrivals = 0
+        self._step = 0
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never run (``context_length_exceeded``, ``out_of_memory``,
+                ``invalid_value``) or not now (``queue_full``, status 503).
+        """
+        try:
+            self._check(request)
+        except RequestError:
+            self.counters.rejected += 1
+            raise
+        seq = Sequence(request, self._arrivals, self.config.max_context)
+        self._arrivals += 1
+        seq.prefix = self.domains[0].kv.prefix(seq.tokens, request.cache_salt)
+        domain = self._place(seq)
+        seq.domain = domain.index
+        domain.enqueue(seq)
+        self._sequences[request.request_id] = seq
+        self.counters.requests += 1
+
+    def _check(self, request: Request) -> None:
+        prompt, config = len(request.prompt), self.config
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use.", param="request_id")
+        if not prompt:
+            raise RequestError("the prompt is empty.", "Send at least one token.", param="prompt")
+        least = prompt + (1 if request.params.max_tokens else 0)
+        if least > config.max_context:
+            raise RequestError(
+                f"the prompt has {prompt} tokens; with at least one token of answer that exceeds "
+                f"the context of {config.max_context} tokens.",
+                f"Shorten the prompt to {config.max_context - (least - prompt)} tokens.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        total = min(prompt + request.params.max_tokens, config.max_context)
+        total -= 1 if request.params.max_tokens else 0  # the last token is never fed back
+        verdict = self.domains[0].kv.fits(total)
+        if not verdict.accepted:
+            raise _too_large(total, verdict)
+        if self.waiting >= config.max_waiting:
+            raise RequestError(
+                f"{self.waiting} requests are waiting already.",
+                "Try again later.",
+                status=503,
+                error_type="server_error",
+                code="queue_full",
+                retry_after_s=1.0,
+            )
+
+    def _place(self, seq: Sequence) -> Domain:
+        if len(self.domains) == 1:
+            return self.domains[0]
+        assert seq.prefix is not None
+        best, least = self.domains[0], -1
+        for domain in self.domains:
+            found = domain.kv.match(seq.prefix, seq.known).tokens if seq.uses_cache else 0
+            cost = domain.backlog() + seq.known - found
+            if least < 0 or cost < least:
+                best, least = domain, cost
+        return best
+
+    def cancel(
+        self, request_id: str, finish: FinishReason = FinishReason.CANCELLED
+    ) -> RequestOutput | None:
+        """End a request now and return its last output; None when it is unknown or has ended.
+
+        Its pages are free at once. `finish` is STOP when the server found a stop string.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None:
+            return None
+        self.counters.cancelled += finish is FinishReason.CANCELLED
+        self.retire(seq)
+        self.domains[seq.domain].sweep()
+        return RequestOutput(
+            request_id,
+            (),
+            len(seq.tokens) - seq.prompt_len,
+            finish=finish,
+            cached_tokens=seq.cached_tokens,
+        )
+
+    def retire(self, seq: Sequence) -> None:
+        """End a sequence: give back what it holds. The caller sweeps the running list."""
+        domain = self.domains[seq.domain]
+        seq.done = True
+        del self._sequences[seq.request_id]
+        if seq.account is None:
+            domain.waiting_count -= 1
+        else:
+            self._leave(domain, seq)
+
+    def _leave(self, domain: Domain, seq: Sequence) -> None:
+        if not self._build.withdraw(seq.slot):
+            self._build.released.append(seq.slot)
+        domain.vacate(seq)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next plan, or None when nothing can be computed before a result is committed.
+
+        Raises:
+            InternalError: two plans are without a result already.
+        """
+        if len(self._flights) >= DEPTH:
+            raise InternalError("schedule was called a third time without a commit")
+        for domain in self.domains:
+            while (found := domain.next_admissible()) is not None:
+                self._admit(domain, *found)
+        prompts, decodes = [], []
+        for domain in self.domains:
+            due, count = self._survey(domain)
+            prompts.append(due)
+            decodes.append(count)
+        mixed = any(
+            len(domain.running) > len(due)
+            for domain, due in zip(self.domains, prompts, strict=True)
+        )
+        for domain, due, count in zip(self.domains, prompts, decodes, strict=True):
+            self._plan(domain, due, count, mixed)
+        finished = self._build.finish(self._step, self.config)
+        if finished is None:
+            return None
+        plan, flight = finished
+        self._flights.append(flight)
+        self._build = Build(len(self.domains))
+        self._step += 1
+        self.counters.steps += 1
+        return plan
+
+    def _admit(self, domain: Domain, seq: Sequence, hit: Hit) -> None:
+        assert seq.prefix is not None
+        kv, build = domain.kv, self._build
+        domain.admit(seq)
+        if seq.uses_cache:
+            kv.note_lookup(seq.prefix, seq.known, hit)
+            self.counters.cache_query_tokens += seq.known
+            self.counters.cached_tokens += hit.tokens
+        account, grants = kv.open(seq.slot, seq.prefix, hit)
+        seq.account = account
+        seq.epoch += 1
+        seq.planned = hit.tokens
+        seq.rows_planned = seq.rows_done
+        if not seq.preempted:
+            seq.cached_tokens = hit.tokens
+        build.pages += grants
+        build.moves += kv.opening_moves(account)
+        build.new.append(
+            NewRequest(
+                seq.request_id,
+                seq.slot,
+                domain.index,
+                tuple(seq.tokens),
+                seq.prompt_len,
+                hit.tokens,
+                seq.request.params,
+                len(seq.tokens) - seq.prompt_len,
+            )
+        )
+
+    def _survey(self, domain: Domain) -> tuple[list[Sequence], int]:
+        """Running sequences with a prompt's worth of tokens due, and tokens due to decodes."""
+        prompts, decodes = [], 0
+        few = 1 + self.config.max_drafts
+        for seq in domain.running:
+            due = (seq.known if seq.known < seq.stop_at else seq.stop_at) - seq.planned
+            if due > few:
+                prompts.append(seq)
+            elif due > 0 and not seq.hold:
+                decodes += due
+        return prompts, decodes
+
+    def _plan(self, domain: Domain, prompts: list[Sequence], decodes: int, mixed: bool) -> None:
+        """Give each running sequence of a domain its tokens, in order, preempting from the end."""
+        budget = max(0, self.config.step_tokens - decodes)
+        if mixed:
+            budget = min(budget, self.config.mixed_prefill_tokens)
+        priorities = [seq.request.priority for seq in prompts]
+        shares = share(priorities, [seq.due for seq in prompts], budget)
+        for seq, tokens in zip(prompts, shares, strict=True):
+            seq.share = tokens
+        spare = self.config.step_tokens - decodes - sum(shares)
+        few = 1 + self.config.max_drafts
+        fast, grid = self._drafts is None, domain.kv.grid if domain.kv.states else _NEVER
+        running, runs, position = domain.running, self._build.short[domain.index], 0
+        while position < len(running):
+            seq = running[position]
+            position += 1
+            start = seq.planned
+            due = (seq.known if seq.known < seq.stop_at else seq.stop_at) - start
+            if due <= 0 or seq.hold:
+                continue
+            account = seq.account
+            assert account is not None
+            if due == 1 and fast and seq.prompt_len <= start < account.covered and start % grid:
+                token = PENDING if start == len(seq.tokens) else seq.tokens[start]
+                seq.planned = start + 1
+                seq.known += 1
+                seq.in_flight += 1
+                runs.append((seq, seq.epoch, TokenRun(seq.slot, start, (token,), 1, 0, True)))
+                continue
+            wanted = due if due <= few else seq.share
+            if wanted:
+                spare -= self._run(domain, seq, wanted, spare)
+
+    def _run(self, domain: Domain, seq: Sequence, wanted: int, spare: int) -> int:
+        """Plan one run of up to `wanted` due tokens; returns how many drafts were added to it."""
+        start, kv, account = seq.planned, domain.kv, seq.account
+        assert account is not None
+        end = self._chunk_end(kv, seq, start + wanted)
+        end = self._chunk_end(kv, seq, self._make_room(domain, seq, end))
+        if end <= start:
+            return 0
+        moves = kv.state_moves(account, start) if kv.states else []
+        samples = seq.samples and end == seq.known
+        drafts: tuple[int, ...] = ()
+        if samples and self._drafts is not None:
+            seq.hold = True
+            if end == start + 1:
+                drafts = self._propose(domain, seq, end, spare)
+        self._build.moves += moves
+        if drafts:
+            self._build.moves += kv.checkpoint(account, start)
+        total = end + len(drafts)
+        if total > account.covered:
+            grants = kv.reserve(account, total)
+            if isinstance(grants, Verdict):
+                raise InternalError(f"pages vanished while planning: {grants.reasons}")
+            self._build.pages += grants
+        self._append(domain, seq, end, drafts, samples)
+        return len(drafts)
+
+    def _append(
+        self, domain: Domain, seq: Sequence, end: int, drafts: tuple[int, ...], samples: bool
+    ) -> None:
+        start = seq.planned
+        tokens = tuple(seq.tokens[start:end])
+        if len(tokens) < end - start:
+            tokens += (PENDING,)
+        logits = (1 + len(drafts)) if samples else 0
+        if seq.wants_rows and seq.rows_planned < seq.prompt_len and start < seq.prompt_len:
+            logits = max(logits, end - max(start, seq.rows_planned))
+            seq.rows_planned = max(seq.rows_planned, min(end, seq.prompt_len))
+        run = TokenRun(seq.slot, start, tokens + drafts, logits, len(drafts), samples)
+        seq.planned = end
+        seq.in_flight += 1
+        seq.known += samples
+        self.counters.drafted_tokens += len(drafts)
+        short = drafts or end - start == 1
+        lists = self._build.short if short else self._build.chunks
+        lists[domain.index].append((seq, seq.epoch, run))
+
+    def _chunk_end(self, kv: KVManager, seq: Sequence, end: int) -> int:
+        """Cut a chunk at the last grid position in it, where states can be saved for later hits."""
+        if not kv.aligns_chunks or end - seq.planned <= 1:
+            return end
+        last = min(end, seq.known - 1) // kv.grid * kv.grid
+        return last if last > seq.planned else end
+
+    def _make_room(self, domain: Domain, seq: Sequence, end: int) -> int:
+        """The position up to which pages exist, after preempting from the end if none did.
+
+        A sequence whose result is awaited waits for it first: pages may come back with it.
+        """
+        account, running = seq.account, domain.running
+        assert account is not None
+        if end <= account.covered:
+            return end
+        while (fit := domain.kv.fit(account, end)) <= seq.planned:
+            if running[-1] is seq or seq.in_flight:
+                return fit
+            self._preempt(domain, running.pop())
+        return fit
+
+    def _preempt(self, domain: Domain, seq: Sequence) -> None:
+        self.counters.preemptions += 1
+        seq.preempted += 1
+        self._leave(domain, seq)
+        seq.epoch += 1
+        seq.planned = 0
+        seq.hold = False
+        domain.enqueue(seq)
+
+    def _propose(self, domain: Domain, seq: Sequence, end: int, spare: int) -> tuple[int, ...]:
+        """Drafts for a run that ends at `end`, as many as limits, budget and pages allow."""
+        assert self._drafts is not None and seq.account is not None
+        kv = domain.kv
+        limit = min(self.config.max_drafts, kv.draft_limit, seq.stop_at - end, spare)
+        limit = min(limit, kv.fit(seq.account, end + max(limit, 0)) - end)
+        if limit <= 0 or not kv.can_checkpoint:
+            return ()
+        return tuple(self._drafts.propose(seq.request, seq.tokens, limit))[:limit]
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def commit(self, result: StepResult) -> list[RequestOutput]:
+        """Take in the result of the oldest open plan: at most one output per request.
+
+        Raises:
+            InternalError: the result does not answer that plan run by run.
+        """
+        if not self._flights or self._flights[0].step != result.step:
+            raise InternalError(f"result of step {result.step} was not awaited")
+        return self._receiver.take(self._flights.popleft(), result)
+
+    # -- readings ----------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        return sum(domain.waiting_count for domain in self.domains)
+
+    @property
+    def running(self) -> int:
+        return sum(len(domain.running) for domain in self.domains)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a result is awaited."""
+        return bool(self._sequences) or bool(self._flights)
+
+    @property
+    def awaiting(self) -> int:
+        """Plans without a result."""
+        return len(self._flights)
+
+    def stats(self) -> Stats:
+        now = self.clock.now()
+        alarms = [domain.kv.watch.alarm(domain.kv) for domain in self.domains]
+        return Stats(
+            running=self.running,
+            waiting=self.waiting,
+            kv_used=max(domain.kv.usage() for domain in self.domains),
+            decode_gaps_s=tuple(domain.gaps.longest(now) for domain in self.domains),
+            cache_alarms=tuple(alarm for alarm in alarms if alarm),
+            counters=self.counters,
+        )
+
+    def audit(self) -> None:
+        """Check every account; when idle also that nothing is held.
+
+        Raises:
+            InternalError: an invariant is broken.
+        """
+        for domain in self.domains:
+            audit.check(domain.kv) if self.has_work else audit.check_idle(domain.kv)
+
+
+def _too_large(total: int, verdict: Verdict) -> RequestError:
+    reasons = "; ".join(reason.message for reason in verdict.reasons)
+    return RequestError(
+        f"the request may grow to {total} cached tokens, more than the cache holds: {reasons}.",
+        "Lower max_tokens or shorten the prompt.",
+        param="max_tokens",
+        code="out_of_memory",
+    )
