@@ -1,0 +1,177 @@
+"""From bytes to a checked request object; every fault is a 400 that names the field."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from metainfer.core.errors import RequestError
+from metainfer.server.schemas import IGNORED, MESSAGE_UNSUPPORTED, UNSUPPORTED
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PATH = re.compile(r" - at `(key in )?\$\.?(.*)`$")
+_MISSING = re.compile(r"Object missing required field `(.+?)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`")
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`.
+
+    Raises:
+        RequestError: bad UTF-8, bad JSON, a duplicate key, NaN or Infinity, nesting beyond the
+            parser's depth, a lone surrogate, or a value that is no object.
+    """
+    try:
+        value = json.loads(
+            body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant
+        )
+    except UnicodeDecodeError as error:
+        raise _bad_json(f"The body is not UTF-8 (byte {error.start}).") from error
+    except RecursionError as error:
+        raise _bad_json("The body is nested too deeply.") from error
+    except ValueError as error:  # includes JSONDecodeError and integers of thousands of digits
+        raise _bad_json(f"The body is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise _bad_json("The body is not a JSON object.")
+    if b"\\u" in body:
+        try:
+            msgspec.json.encode(value)
+        except UnicodeEncodeError as error:
+            raise _bad_json("The body holds half of a surrogate pair.") from error
+    return value
+
+
+def _bad_json(cause: str) -> RequestError:
+    return RequestError(cause, "Send one JSON object.", code="invalid_json")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"key {twice!r} appears twice in one object")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def convert(value: dict[str, Any], kind: type[T]) -> T:
+    """`value` as a `kind`, after the tables of `schemas` had their say.
+
+    Raises:
+        RequestError: 400 with `param` and the code ``unsupported_parameter``,
+            ``unknown_parameter``, ``missing_required_parameter``, ``invalid_type`` or
+            ``invalid_value``.
+    """
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    fields = _supported(value, known, UNSUPPORTED, "")
+    for name in IGNORED:
+        if name not in known:
+            fields.pop(name, None)
+    _refuse_unknown(fields, known)
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        fields["messages"] = [_message(index, item) for index, item in enumerate(messages)]
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from error
+
+
+def _supported(
+    value: Mapping[str, Any],
+    known: set[str],
+    unsupported: Mapping[str, tuple[object, ...]],
+    where: str,
+) -> dict[str, Any]:
+    fields = {}
+    for name, item in value.items():
+        if name in known or name not in unsupported:
+            fields[name] = item
+        elif not _is_one_of(item, unsupported[name]):
+            raise RequestError(
+                f"{where}{name} is not supported.",
+                "Leave it out.",
+                param=where + name,
+                code="unsupported_parameter",
+            )
+    return fields
+
+
+def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
+    # 0 == False and 1 == True in Python; in JSON they differ.
+    return any(type(value) is type(other) and value == other for other in neutral)
+
+
+_MESSAGE_FIELDS = {"role", "content", "name", "reasoning_content", "reasoning"}
+
+
+def _message(index: int, value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    where = f"messages[{index}]."
+    fields = _supported(value, _MESSAGE_FIELDS, MESSAGE_UNSUPPORTED, where)
+    if fields.get("role") in ("tool", "function"):
+        raise RequestError(
+            f"{where}role {fields['role']!r} is not supported.",
+            "Use system, developer, user or assistant.",
+            param=f"{where}role",
+            code="unsupported_parameter",
+        )
+    content = fields.get("content")
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise RequestError(
+                f"Content parts of type {kind!r} are not supported.",
+                "Send text parts only.",
+                param=f"{where}content",
+                code="unsupported_parameter",
+            )
+    return fields
+
+
+def _refuse_unknown(fields: Mapping[str, Any], known: set[str]) -> None:
+    for name in fields:
+        if name not in known:
+            raise _unknown(name, name, known)
+
+
+def _unknown(name: str, param: str, known: set[str]) -> RequestError:
+    near = difflib.get_close_matches(name[:64], sorted(known), n=1)
+    return RequestError(
+        f"Unknown parameter {param[:200]!r}.",
+        f"Did you mean {near[0]!r}?" if near else "Leave it out.",
+        param=param[:200],
+        code="unknown_parameter",
+    )
+
+
+def _invalid(message: str) -> RequestError:
+    found = _PATH.search(message)
+    path = found.group(2) if found else ""
+    text = message[: found.start()] if found else message
+    missing = _MISSING.search(text)
+    if missing:
+        param = f"{path}.{missing.group(1)}".lstrip(".")
+        return RequestError(
+            f"{param} is missing.", "Add it.", param=param, code="missing_required_parameter"
+        )
+    unknown = _UNKNOWN.search(text)
+    if unknown:
+        return _unknown(unknown.group(1), f"{path}.{unknown.group(1)}".lstrip("."), set())
+    code = "invalid_type" if ", got `" in text else "invalid_value"
+    return RequestError(f"{path or 'The body'}: {_lower(text)}.", param=path or None, code=code)
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,89 @@
+"""Run a job: its choices in parallel, their deltas merged, its metrics kept.
+
+Leaving the generator early cancels whatever still runs in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from time import perf_counter
+
+from metainfer.core.errors import RequestError
+from metainfer.engine.text_stream import Delta
+from metainfer.server.prepare import Choice, Job
+from metainfer.server.state import ServerState
+
+Item = tuple[Choice, Delta]
+
+
+async def deltas(state: ServerState, job: Job) -> AsyncIterator[Item]:
+    """(choice, delta) as they come, in order within a choice.
+
+    Raises:
+        RequestError: refused by the engine, or a choice failed; the other choices are cancelled.
+    """
+    state.pending += len(job.choices)
+    outcome = "cancelled"
+    started = perf_counter()
+    try:
+        merged = _one(state, job.choices[0]) if len(job.choices) == 1 else _many(state, job)
+        async with aclosing(merged) as items:
+            async for item in items:
+                yield item
+        outcome = "finished"
+    except RequestError as error:
+        outcome = error.code
+        raise
+    finally:
+        state.pending -= len(job.choices)
+        state.metrics.request_done(job, outcome, perf_counter() - started)
+
+
+async def _one(state: ServerState, choice: Choice) -> AsyncIterator[Item]:
+    metrics = state.metrics
+    started = last = perf_counter()
+    async with aclosing(state.client.submit(choice.request)) as outputs:  # type: ignore[type-var]
+        async for output in outputs:
+            first = choice.text.completion_tokens == 0
+            delta = choice.text.push(output)
+            now = perf_counter()
+            if delta.tokens:
+                if first:
+                    metrics.first_token.observe(now - started)
+                else:
+                    metrics.token_gap.observe(now - last, len(delta.tokens))
+                last = now
+            yield choice, delta
+            if delta.finish is not None:
+                return
+
+
+async def _many(state: ServerState, job: Job) -> AsyncIterator[Item]:
+    merged: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
+
+    async def run(choice: Choice) -> None:
+        try:
+            async with aclosing(_one(state, choice)) as items:
+                async for item in items:
+                    merged.put_nowait(item)
+            merged.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it
+            merged.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(run(choice)) for choice in job.choices]
+    try:
+        running = len(tasks)
+        while running:
+            item = await merged.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

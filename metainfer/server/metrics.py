@@ -1,0 +1,172 @@
+"""The page for Prometheus: counters and gauges of the engine, histograms of requests.
+
+Histograms are plain lists here, because an observation happens per token; prometheus-client only
+prints the page. Names carry the prefix ``metainfer_`` and units; no label holds user text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from metainfer.engine.protocol import EngineStats
+
+if TYPE_CHECKING:
+    from metainfer.server.prepare import Job
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKENS = tuple(2.0**power for power in range(0, 21, 2))
+
+
+class Histogram:
+    """Counts per bucket; an observation costs a bisection and three additions."""
+
+    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...]) -> None:
+        self.name = name
+        self.help_text = help_text
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """`value` split evenly over `count` observations (a step that brought several tokens)."""
+        self._counts[bisect_left(self._bounds, value / count)] += count
+        self._sum += value
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Cumulative buckets with their upper bounds as text, and the sum."""
+        total = 0
+        rows: list[tuple[str, float]] = []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            rows.append(("+Inf" if bound == float("inf") else repr(float(bound)), total))
+        return rows, self._sum
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("requests_running", "Sequences in the running batch.", lambda s: s.running),
+    ("requests_waiting", "Sequences waiting for a place in the batch.", lambda s: s.waiting),
+    ("kv_cache_usage_ratio", "Fraction of cache pages in use.", lambda s: s.kv_used),
+    (
+        "longest_decode_gap_seconds",
+        "Longest wait between two tokens of a running sequence.",
+        lambda s: s.longest_decode_gap_s,
+    ),
+    ("last_step_seconds", "Duration of the latest engine step.", lambda s: s.last_step_s),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("engine_steps", "Engine steps.", lambda s: s.steps),
+    ("preemptions", "Sequences put back to make room.", lambda s: s.preemptions),
+    ("prompt_tokens", "Prompt tokens computed.", lambda s: s.prompt_tokens),
+    ("generated_tokens", "Tokens generated.", lambda s: s.generated_tokens),
+    (
+        "prefix_cache_query_tokens",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.cache_query_tokens,
+    ),
+    (
+        "prefix_cache_hit_tokens",
+        "Prompt tokens found in the prefix cache.",
+        lambda s: s.cache_hit_tokens,
+    ),
+)
+
+
+class Metrics:
+    """All metrics of one server. `stats` and `status` are asked when the page is read."""
+
+    def __init__(
+        self, model: str, stats: Callable[[], EngineStats], status: Callable[[], str]
+    ) -> None:
+        self._model = model
+        self._stats = stats
+        self._status = status
+        self.start_phases: tuple[tuple[str, float], ...] = ()
+        self.first_token = Histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
+        )
+        self.token_gap = Histogram(
+            "inter_token_latency_seconds", "Between two tokens of one choice.", _SECONDS
+        )
+        self._duration = Histogram(
+            "request_duration_seconds", "From arrival to the last token.", _SECONDS
+        )
+        self._prompt = Histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
+        self._generated = Histogram(
+            "request_generated_tokens", "Generated tokens per request.", _TOKENS
+        )
+        self._outcomes: dict[str, int] = {"finished": 0, "cancelled": 0}
+
+    def request_done(self, job: Job, outcome: str, seconds: float) -> None:
+        """One HTTP request that reached the engine is over."""
+        self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+        self._duration.observe(seconds)
+        self._prompt.observe(float(sum(map(len, job.prompts))))
+        self._generated.observe(float(sum(c.text.completion_tokens for c in job.choices)))
+
+    def page(self) -> bytes:
+        """The page, in the text format 0.0.4."""
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(self._families))
+        return generate_latest(registry)
+
+    def _families(self) -> Iterator[Any]:
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+        )
+
+        names, values = ["model_name"], [self._model]
+        stats = self._stats()
+        for name, text, read in _GAUGES:
+            gauge = GaugeMetricFamily(f"metainfer_{name}", text, labels=names)
+            gauge.add_metric(values, read(stats))
+            yield gauge
+        for name, text, read in _COUNTERS:
+            counter = CounterMetricFamily(f"metainfer_{name}", text, labels=names)
+            counter.add_metric(values, read(stats))
+            yield counter
+        outcomes = CounterMetricFamily(
+            "metainfer_requests", "Requests by outcome.", labels=[*names, "outcome"]
+        )
+        for outcome, count in self._outcomes.items():
+            outcomes.add_metric([*values, outcome], count)
+        yield outcomes
+        ready = GaugeMetricFamily("metainfer_ready", "1 when requests are served.", labels=names)
+        ready.add_metric(values, float(self._status() == "ready"))
+        yield ready
+        phases = GaugeMetricFamily(
+            "metainfer_start_phase_seconds",
+            "Duration of a start-up phase.",
+            labels=[*names, "phase"],
+        )
+        for phase, seconds in self.start_phases:
+            phases.add_metric([*values, phase], seconds)
+        yield phases
+        histograms = (
+            self.first_token,
+            self.token_gap,
+            self._duration,
+            self._prompt,
+            self._generated,
+        )
+        for histogram in histograms:
+            family = HistogramMetricFamily(
+                f"metainfer_{histogram.name}", histogram.help_text, labels=names
+            )
+            family.add_metric(values, *histogram.buckets())
+            yield family
+
+
+class _Collector:
+    def __init__(self, families: Callable[[], Iterable[Any]]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Any]:
+        return self._families()

@@ -1,0 +1,124 @@
+"""The OpenAPI document: schemas from the msgspec types, the answers that each route may give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from metainfer.server.access import LEVELS, Level
+from metainfer.server.schemas import ChatRequest, CompletionRequest, TokenizeRequest
+from metainfer.server.state import ServerState
+
+_BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+}
+_TEMPLATE = "#/components/schemas/{name}"
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_REASONS = {
+    400: "The request is malformed, out of bounds or asks for something unsupported.",
+    401: "The API key is missing or wrong.",
+    404: "No such model.",
+    405: "The path has no such method.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "The queue is full; see Retry-After.",
+    431: "Too many headers.",
+    500: "Our fault.",
+    503: "Starting, draining, or the engine is gone; see Retry-After.",
+}
+
+
+def operation(path: str) -> dict[str, Any]:
+    """Keyword arguments of ``add_api_route`` that describe `path`."""
+    statuses = [401, 405, 431, 500]
+    generates = path.endswith("completions")
+    if path in _BODIES:
+        statuses += [400, 404, 413, 415, 503]
+    if generates:
+        statuses.append(429)
+    if path in ("/health", "/health/live", "/health/ready", "/ready", "/plan"):
+        statuses.append(503)
+    if "{" in path:
+        statuses.append(404)
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    status_form = {"application/json": {"schema": {"type": "object"}}}
+    health = path.startswith("/health") or path == "/ready"
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {
+            "description": _REASONS[status],
+            "content": status_form if health and status == 503 else error,
+        }
+        for status in sorted(statuses)
+    }
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if path == "/metrics":
+        content = {"text/plain": {"schema": {"type": "string"}}}
+    if generates:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    responses[200] = {"description": "Done.", "content": content}
+    extra: dict[str, Any] = {}
+    if path in _BODIES:
+        name = _BODIES[path].__name__
+        schema = {"$ref": _TEMPLATE.format(name=name)}
+        extra["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    if LEVELS[path] is Level.USER:
+        extra["security"] = [{"key": []}, {}]
+    return {"responses": responses, "openapi_extra": extra}
+
+
+def install(app: Any, state: ServerState) -> None:
+    """Make `app` answer ``/openapi.json`` with the finished document."""
+    from fastapi.openapi.utils import get_openapi
+
+    def build() -> dict[str, Any]:
+        document: dict[str, Any] = get_openapi(
+            title=app.title, version=app.version, routes=app.routes
+        )
+        _drop_default_errors(document)
+        components = document.setdefault("components", {})
+        schemas = components.setdefault("schemas", {})
+        for unwanted in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unwanted, None)
+        _, own = msgspec.json.schema_components(tuple(_BODIES.values()), ref_template=_TEMPLATE)
+        schemas |= own
+        schemas["Error"] = _ERROR
+        _narrow(schemas, state)
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        return document
+
+    app.openapi = build
+
+
+def _drop_default_errors(document: dict[str, Any]) -> None:
+    for methods in document["paths"].values():
+        for described in methods.values():
+            described["responses"].pop("422", None)
+
+
+def _narrow(schemas: dict[str, Any], state: ServerState) -> None:
+    """Put in what only the running server knows: model names, vocabulary, context."""
+    names = list(state.config.model_names)
+    for kind in _BODIES.values():
+        schemas[kind.__name__]["properties"]["model"] = {"type": "string", "enum": names}

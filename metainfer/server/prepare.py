@@ -1,0 +1,301 @@
+"""From a checked body to engine requests: model name, prompt ids, limits, sampling parameters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from metainfer.core.errors import RequestError
+from metainfer.core.request import Request, SamplingParams
+from metainfer.engine.protocol import EngineInfo
+from metainfer.engine.text_stream import TextStream, TextTools, expand
+from metainfer.server.schemas import ChatRequest, CompletionRequest, Message, Sampling
+from metainfer.server.state import ServerConfig, ServerState
+
+T = TypeVar("T")
+
+_INLINE_CHARS = 4096
+_LEGACY_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+@dataclass(slots=True)
+class Choice:
+    """One generation: its place in the answer, its engine request, its text."""
+
+    index: int
+    prompt: int
+    request: Request
+    text: TextStream
+
+
+@dataclass(slots=True)
+class Job:
+    """Everything one HTTP request generates. `model` is the name the client used."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    tools: TextTools
+    prompts: list[tuple[int, ...]]
+    choices: list[Choice]
+    usage_at_end: bool = False
+    usage_always: bool = False
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage block; a prompt counts once, however many choices share it."""
+        prompt = sum(map(len, self.prompts))
+        completion = sum(choice.text.completion_tokens for choice in self.choices)
+        cached = [0] * len(self.prompts)
+        for choice in reversed(self.choices):
+            cached[choice.prompt] = choice.text.cached_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(cached)},
+        }
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Run `work` here when its input is small, else on a thread so that streams go on."""
+    return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
+
+
+def check_model(config: ServerConfig, name: str) -> None:
+    """Refuse a model that is not served here (404 ``model_not_found``)."""
+    if name not in config.model_names:
+        raise RequestError(
+            f"Model {name[:200]!r} is not served here.",
+            f"Use {config.model_names[0]!r}.",
+            status=404,
+            error_type="not_found_error",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates read them: text parts joined, both reasoning names present."""
+    plain = []
+    for message in messages:
+        content = message.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        turn: dict[str, Any] = {"role": message.role, "content": content}
+        if message.name is not None:
+            turn["name"] = message.name
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning:
+            turn |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        plain.append(turn)
+    return plain
+
+
+def encode_chat(
+    text: TextTools,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool | None,
+    variables: dict[str, Any] | None,
+) -> list[int]:
+    """Prompt ids of a conversation. Raises `RequestError` with the template's own message."""
+    prompt = text.template.render(
+        plain_messages(messages),
+        add_generation_prompt=add_generation_prompt is not False,
+        **(variables or {}),
+    )
+    return text.tokenizer.encode(prompt, add_special=False)
+
+
+async def chat_job(state: ServerState, body: ChatRequest) -> Job:
+    """The job of a chat request.
+
+    Raises:
+        RequestError: another model, a bad template variable, no room in the context.
+    """
+    info, text = state.serving()
+    check_model(state.config, body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError(
+            "top_logprobs is given without logprobs.", "Set logprobs to true.", param="top_logprobs"
+        )
+    size = sum(len(message.content) for message in body.messages)
+    ids = await off_loop(
+        len(body.messages) * 64 + size,
+        lambda: encode_chat(
+            text,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            variables=body.chat_template_kwargs,
+        ),
+    )
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _job(state, body, "chatcmpl", [tuple(ids)], info, wanted, None, logprobs, None)
+
+
+async def completion_job(state: ServerState, body: CompletionRequest) -> Job:
+    """The job of a legacy completion request, one prompt or many."""
+    info, text = state.serving()
+    check_model(state.config, body.model)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError(
+            "best_of differs from n.",
+            "Leave it out: candidates are not ranked here.",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    prompts = await _prompts(body, text)
+    echoed = body.logprobs if body.echo and body.logprobs is not None else None
+    return _job(
+        state,
+        body,
+        "cmpl",
+        prompts,
+        info,
+        body.max_tokens,
+        _LEGACY_MAX_TOKENS,
+        body.logprobs,
+        echoed,
+    )
+
+
+async def _prompts(body: CompletionRequest, text: TextTools) -> list[tuple[int, ...]]:
+    prompt = body.prompt
+    items = [prompt] if isinstance(prompt, str) else prompt
+    if all(isinstance(item, int) for item in items):
+        return [tuple(items)]  # type: ignore[arg-type]
+    if len(items) > 128:
+        raise RequestError(
+            f"{len(items)} prompts are given, at most 128 may be.", "Send fewer.", param="prompt"
+        )
+    if not (
+        all(isinstance(item, str) for item in items)
+        or all(isinstance(item, list) for item in items)
+    ):
+        raise RequestError(
+            "prompt mixes texts, token ids and lists.",
+            "Send one text, a list of texts, token ids, or a list of lists of token ids.",
+            param="prompt",
+            code="invalid_type",
+        )
+    size = sum(len(item) for item in items)  # type: ignore[arg-type]
+    encode = text.tokenizer.encode
+    return await off_loop(
+        size,
+        lambda: [tuple(encode(item) if isinstance(item, str) else item) for item in items],  # type: ignore[arg-type]
+    )
+
+
+def _job(
+    state: ServerState,
+    body: Sampling,
+    prefix: str,
+    prompts: list[tuple[int, ...]],
+    info: EngineInfo,
+    wanted: int | None,
+    default: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> Job:
+    n = body.n or 1
+    state.admit(n * len(prompts))
+    _, text = state.serving()
+    stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
+    job = Job(
+        id=f"{prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=body.model,
+        fingerprint=f"fp_{state.fingerprint}",
+        tools=text,
+        prompts=prompts,
+        choices=[],
+    )
+    if body.stream_options is not None:
+        if not body.stream:
+            raise RequestError(
+                "stream_options is given without stream.",
+                "Set stream to true or leave it out.",
+                param="stream_options",
+            )
+        job.usage_at_end = bool(body.stream_options.include_usage)
+        job.usage_always = bool(body.stream_options.continuous_usage_stats)
+    for place, prompt in enumerate(prompts):
+        limit = _max_tokens(prompt, wanted, default, info)
+        params = sampling_params(body, limit, logprobs, prompt_logprobs)
+        params.check(info.vocab_size)
+        request = Request(
+            request_id=f"{job.id}-{place}",
+            prompt=prompt,
+            params=params,
+            eos_token_ids=info.eos_token_ids,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+        )
+        for engine_request in expand(request, n):
+            stream = TextStream(text.tokenizer, stops, params=params)
+            job.choices.append(Choice(len(job.choices), place, engine_request, stream))
+    return job
+
+
+def _max_tokens(
+    prompt: tuple[int, ...], wanted: int | None, default: int | None, info: EngineInfo
+) -> int:
+    """How many tokens may follow `prompt`; `RequestError` when there is no room."""
+    if not prompt:
+        raise RequestError("The prompt is empty.", "Send at least one token.", param="prompt")
+    worst = max(prompt)
+    if worst >= info.vocab_size:
+        raise RequestError(
+            f"Token id {worst} is out of range; the vocabulary has {info.vocab_size} tokens.",
+            param="prompt",
+        )
+    room = info.max_context - len(prompt)
+    if wanted is None and room > 0:
+        return room if default is None else min(default, room)
+    asked = 1 if wanted is None else wanted
+    if asked > room or room < 0:
+        total = len(prompt) + asked
+        raise RequestError(
+            f"This model's maximum context length is {info.max_context} tokens; the request needs "
+            f"{total}: {len(prompt)} in the prompt and {asked} to generate, "
+            f"{total - info.max_context} too many.",
+            "Shorten the prompt or ask for fewer tokens.",
+            param="messages" if default is None else "prompt",
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+def sampling_params(
+    body: Sampling, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """The engine's sampling parameters; None means OpenAI's default."""
+    if (body.min_tokens or 0) > max_tokens:
+        raise RequestError(
+            f"min_tokens is {body.min_tokens}, more than the {max_tokens} that may follow.",
+            param="min_tokens",
+        )
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(body.top_k or 0, 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+    )

@@ -1,0 +1,223 @@
+"""The life of a server process: bind, start the engine, serve, drain, stop. No orphan is left.
+
+The port is taken before the model is loaded, so that a clash is told at once; while the model
+loads, ``/ready`` says so. The first SIGTERM or SIGINT drains: running requests get
+`drain_grace_s` seconds, new ones a 503. The second stops at once. The engine's death ends the
+server with exit code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from metainfer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from metainfer.engine.protocol import EngineInfo
+    from metainfer.engine.text_stream import TextTools
+    from metainfer.server.state import ServerState
+
+_log = logging.getLogger("metainfer.server")
+_POLL_S = 0.05
+_FLUSH_S = 2.0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        UserError: the port is taken or the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"Port {port} on {host} is in use.",
+                "Stop the program that holds it, or pass --port N (0 = any free one).",
+                code="port_in_use",
+            ) from error
+        if error.errno == errno.EACCES:
+            raise UserError(
+                f"Port {port} needs more rights.", "Pass --port 1024 or above.", code="port_denied"
+            ) from error
+        raise UserError(
+            f"Address {host} cannot be bound: {error.strerror or error}.",
+            "Pass --host with an address of this machine.",
+            code="bad_address",
+        ) from error
+    except OverflowError as error:
+        listener.close()
+        raise UserError(f"Port {port} is no port.", "Pass 0 to 65535.", code="bad_port") from error
+    listener.listen(1024)
+    listener.setblocking(False)
+    return listener
+
+
+class Lifecycle:
+    """Runs one server to its end; `run` returns the exit code."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        listener: socket.socket,
+        *,
+        load_text: Callable[[EngineInfo], TextTools],
+        on_ready: Callable[[EngineInfo], None] = lambda info: None,
+        say: Callable[[str], None] = _log.info,
+    ) -> None:
+        self._state = state
+        self._listener = listener
+        self._load_text = load_text
+        self._on_ready = on_ready
+        self._say = say
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal or the engine's death.
+
+        Raises:
+            UserError: the engine refused to start.
+        """
+        server = _uvicorn(self._state)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        http = asyncio.ensure_future(server.serve(sockets=[self._listener]))
+        engine = asyncio.ensure_future(self._serve(server))
+        try:
+            await asyncio.wait((http, engine), return_when=asyncio.FIRST_COMPLETED)
+            server.should_exit = True
+            return await engine
+        finally:
+            server.should_exit = True
+            server.force_exit = server.force_exit or self._stop_now.is_set()
+            with suppress(TimeoutError, asyncio.CancelledError):
+                await asyncio.wait_for(http, _FLUSH_S)
+            self._listener.close()
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    async def _serve(self, server: Any) -> int:
+        client = self._state.client
+        try:
+            info = await _unless(self._stop, client.start())
+            if info is None:
+                return 0
+            tools = await asyncio.to_thread(self._load_text, info)
+            self._state.metrics.start_phases = info.start_phases
+            self._state.engine_ready(info, tools)
+            self._on_ready(info)
+            died: asyncio.Event = client.died  # type: ignore[attr-defined]
+            await _any(self._stop, died)
+            if died.is_set():
+                self._say("The engine process ended; the server stops.")
+                await self._finish_open(_FLUSH_S)
+                return 1
+            await self._drain()
+            server.should_exit = True
+            return 0
+        finally:
+            now = self._stop_now.is_set()
+            await client.close(drain=False, grace_s=0.0 if now else 5.0)
+
+    async def _drain(self) -> None:
+        state = self._state
+        state.draining = True
+        grace = state.config.drain_grace_s
+        if state.pending:
+            self._say(
+                f"Draining {state.pending} generations for at most {grace:g} s; "
+                "a second signal stops at once."
+            )
+        await self._finish_open(grace)
+
+    async def _finish_open(self, seconds: float) -> None:
+        """Wait until no generation is open, the time is over, or a second signal came."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while self._state.pending and loop.time() < until and not self._stop_now.is_set():
+            await asyncio.sleep(_POLL_S)
+
+
+async def _any(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def _unless(event: asyncio.Event, work: Any) -> Any:
+    """The result of `work`, or None when `event` comes first (then `work` is cancelled)."""
+    task = asyncio.ensure_future(work)
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        return None
+    finally:
+        waiting.cancel()
+
+
+def _uvicorn(state: ServerState) -> Any:
+    import uvicorn
+
+    from metainfer.server.app import create_app
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # signals are ours
+
+    config = uvicorn.Config(
+        create_app(state),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+    return Server(config)
+
+
+def run(main: Any) -> Any:
+    """Run the coroutine `main` on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)
+
+
+def describe(listener: socket.socket) -> str:
+    """The base URL of `listener`, for people."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = os.uname().nodename
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,170 @@
+"""Bodies of requests: types and bounds, checked by msgspec and shown in the OpenAPI document.
+
+Two tables say what happens to the other fields of OpenAI's API: `UNSUPPORTED` ones are accepted
+at the values that ask for nothing, `IGNORED` ones are hints without effect here. Any other field
+is refused, because a typo must not look like a setting that took effect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 1024
+MAX_TOKENS = 2**31 - 1
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Unit = Annotated[float, Meta(ge=0, le=1)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+Choices = Annotated[int, Meta(ge=1, le=16)]
+Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+Stops = Stop | Annotated[list[Stop], Meta(max_length=16)]
+Bias = Annotated[
+    dict[Annotated[str, Meta(pattern="^[0-9]{1,10}$")], Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=1024),
+]
+Salt = Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")]
+Label = Annotated[str, Meta(max_length=512)]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`include_usage`: a last chunk with usage. `continuous_usage_stats`: usage on every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that chat and legacy completions share. Below the blank line: extensions."""
+
+    model: str
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    n: Choices | None = None
+    stop: Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Bias | None = None
+    user: Label | None = None
+
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    min_p: Unit | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Salt | None = None
+
+
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """One piece of a message; only text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn. `reasoning_content` (or `reasoning`) of earlier answers goes to the template."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[Part], Meta(min_length=1, max_length=1024)]
+    name: Label | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+
+
+class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/v1/completions``. `prompt`: text, texts, token ids, or lists of token ids."""
+
+    prompt: (
+        str
+        | Annotated[
+            list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]],
+            Meta(min_length=1),
+        ]
+    )
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Choices | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/tokenize``: either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+_ABSENT: tuple[object, ...] = (None, [], {})
+
+#: field -> values that ask for nothing and are therefore accepted
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "function_call": (None, "none"),
+    "functions": _ABSENT,
+    "guided_json": (None,),
+    "metadata": _ABSENT,
+    "modalities": (None, [], ["text"]),
+    "moderation": (None,),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
+    "prompt_logprobs": (None,),
+    "reasoning_effort": (None,),
+    "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": _ABSENT,
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+
+#: hints that change no answer
+IGNORED = (
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "safety_identifier",
+)
+
+#: message field -> neutral values; clients send back whole message objects
+MESSAGE_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "annotations": _ABSENT,
+    "audio": (None,),
+    "function_call": (None,),
+    "refusal": (None, ""),
+    "tool_calls": _ABSENT,
+    "tool_call_id": (None,),
+}

@@ -1,0 +1,101 @@
+"""What every handler shares: the engine client, the model's text side, limits, life cycle."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from metainfer.core.digest import digest
+from metainfer.core.errors import RequestError
+from metainfer.engine.protocol import EngineClient, EngineInfo
+
+if TYPE_CHECKING:
+    from metainfer.engine.text_stream import TextTools
+    from metainfer.server.metrics import Metrics
+    from metainfer.server.reply import KeepAlive
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Limits and switches of one server. Sizes in bytes, times in seconds.
+
+    `max_pending` bounds choices that are queued or running; more get 429 ``queue_full``.
+    """
+
+    model_names: tuple[str, ...]
+    api_key: str | None = None
+    max_body_bytes: int = 4 * 2**20
+    max_headers: int = 256
+    max_pending: int = 1024
+    keep_alive_s: float = 15.0
+    drain_grace_s: float = 30.0
+
+
+@dataclass(slots=True)
+class ServerState:
+    """Mutable state of the process; touched by the event loop only."""
+
+    config: ServerConfig
+    client: EngineClient
+    metrics: Metrics
+    keep_alive: KeepAlive
+    info: EngineInfo | None = None
+    text: TextTools | None = None
+    fingerprint: str = ""
+    phase: str = "starting"
+    draining: bool = False
+    pending: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def engine_ready(self, info: EngineInfo, text: TextTools) -> None:
+        """The engine said `Ready`: requests are welcome."""
+        self.fingerprint = str(info.plan.get("fingerprint") or digest(info.plan))
+        self.text = text
+        self.info = info
+        self.phase = "ready"
+
+    @property
+    def status(self) -> str:
+        """One word: ``starting``, ``ready``, ``draining`` or ``engine_dead``."""
+        if self.info is None:
+            return "starting"
+        if not self.client.alive:
+            return "engine_dead"
+        return "draining" if self.draining else "ready"
+
+    def serving(self) -> tuple[EngineInfo, TextTools]:
+        """The model's facts and text side.
+
+        Raises:
+            RequestError: 503 while starting, draining or after the engine's death.
+        """
+        status = self.status
+        if status == "ready" and self.info is not None and self.text is not None:
+            return self.info, self.text
+        causes = {
+            "starting": f"The model is still loading ({self.phase}).",
+            "draining": "The server is shutting down and takes no new requests.",
+            "engine_dead": "The engine process ended.",
+        }
+        raise RequestError(
+            causes.get(status, status),
+            "Send the request again later.",
+            status=503,
+            error_type="server_error",
+            code=status if status != "starting" else "loading",
+            retry_after_s=5.0,
+        )
+
+    def admit(self, choices: int) -> None:
+        """Refuse when `choices` more would exceed the queue bound (429 ``queue_full``)."""
+        if self.pending + choices > self.config.max_pending:
+            raise RequestError(
+                f"{self.pending} generations are queued or running, "
+                f"at most {self.config.max_pending} may be.",
+                "Send the request again later, or raise --max-pending.",
+                status=429,
+                error_type="rate_limit_error",
+                code="queue_full",
+                retry_after_s=1.0,
+            )

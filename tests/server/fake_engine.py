@@ -1,0 +1,203 @@
+"""An engine process without a model: speaks the protocol, answers deterministically.
+
+A prompt that holds ``say:`` is answered with what follows (and then end of sequence); any other
+prompt with letters that depend on the prompt, the seed and the position. Flags make it slow, deaf,
+refusing or mortal. Each command it gets is a line in ``--log``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+
+import msgspec
+import zmq
+
+from metainfer.core.request import FinishReason, Request
+from metainfer.core.step import RequestOutput, TokenLogprobs
+from metainfer.engine.protocol import (
+    Cancel,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Outputs,
+    Progress,
+    Ready,
+    Rejected,
+    Submit,
+    ToEngine,
+)
+
+VOCAB = 300
+EOS = 256
+MAX_CONTEXT = 2048
+
+
+def reply(request: Request) -> Iterator[int | None]:
+    """The tokens of `request`; None is end of sequence."""
+    text = bytes(token for token in request.prompt if token < 256)
+    start = text.rfind(b"say:")
+    if start >= 0:
+        said = text[start + 4 :].split(b"\nassistant: ")[0].split(b"\x00")[0]
+        yield from said
+        yield None
+        return
+    base = zlib.crc32(text) + (request.params.seed or 0)
+    place = 0
+    while True:
+        yield 97 + (base + place * 7 + place // 26) % 26
+        place += 1
+
+
+def reply_text(prompt: str, count: int, seed: int = 0) -> str:
+    """What the fake answers to a plain prompt, for tests to compare with."""
+    base = zlib.crc32(prompt.encode()) + seed
+    return "".join(chr(97 + (base + i * 7 + i // 26) % 26) for i in range(count))
+
+
+def logprob(token: int, top: int) -> TokenLogprobs:
+    others = tuple(((token + i) % VOCAB, -0.25 - i) for i in range(top))
+    return TokenLogprobs(token, -0.25, others, 1)
+
+
+class Fake:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.live: dict[str, tuple[Request, Iterator[int | None], int]] = {}
+        self.steps = self.generated = self.prompted = 0
+        self.log = open(options.log, "a", buffering=1) if options.log else None  # noqa: SIM115
+
+    def note(self, text: str) -> None:
+        if self.log is not None:
+            self.log.write(text + "\n")
+
+    def submit(self, request: Request) -> Rejected | None:
+        self.note(f"submit {request.request_id} {json.dumps(msgspec.to_builtins(request.params))}")
+        if len(self.live) >= self.options.max_running:
+            return Rejected(
+                request.request_id, 429, "The queue is full.", "Try later.", "queue_full",
+                None, "rate_limit_error", 2.0,
+            )  # fmt: skip
+        self.live[request.request_id] = (request, reply(request), 0)
+        self.prompted += len(request.prompt)
+        return None
+
+    def step(self) -> Outputs:
+        outputs = []
+        for key, (request, tokens, index) in list(self.live.items()):
+            output = self.advance(request, tokens, index)
+            if output.finish is not None:
+                del self.live[key]
+            else:
+                self.live[key] = (request, tokens, index + len(output.tokens))
+            outputs.append(output)
+            self.generated += len(output.tokens)
+            if 0 < self.options.die_at <= index + len(output.tokens):
+                os._exit(3)
+        self.steps += 1
+        return Outputs(
+            tuple(outputs),
+            EngineStats(
+                running=len(self.live), kv_used=len(self.live) / 64, steps=self.steps,
+                prompt_tokens=self.prompted, generated_tokens=self.generated,
+            ),
+        )  # fmt: skip
+
+    def advance(self, request: Request, tokens: Iterator[int | None], index: int) -> RequestOutput:
+        params = request.params
+        out: list[int] = []
+        finish, stop = None, None
+        if params.max_tokens == 0:
+            finish = FinishReason.LENGTH
+        while finish is None and len(out) < self.options.tokens_per_step:
+            token = next(tokens)
+            if token is None:
+                finish, stop = FinishReason.STOP, EOS
+                break
+            out.append(token)
+            if index + len(out) >= params.max_tokens:
+                finish = FinishReason.LENGTH
+        if b"fail:" in bytes(t for t in request.prompt if t < 256) and index >= 2:
+            return RequestOutput(
+                request.request_id, (), index, finish=FinishReason.ERROR, error="NaN in logits"
+            )
+        chosen = () if params.logprobs is None else tuple(logprob(t, params.logprobs) for t in out)
+        prompt: tuple[TokenLogprobs, ...] = ()
+        if params.prompt_logprobs is not None and index == 0:
+            prompt = tuple(logprob(t, params.prompt_logprobs) for t in request.prompt[1:])
+        return RequestOutput(
+            request.request_id, tuple(out), index, chosen, prompt, finish, stop,
+            cached_tokens=len(request.prompt) // 16 * 16,
+        )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--log")
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    parser.add_argument("--tokens-per-step", type=int, default=1)
+    parser.add_argument("--die-at", type=int, default=0)
+    parser.add_argument("--max-running", type=int, default=10_000)
+    parser.add_argument("--refuse", action="store_true")
+    parser.add_argument("--die-at-start", action="store_true")
+    parser.add_argument("--hang-at-start", action="store_true")
+    parser.add_argument("--deaf", action="store_true", help="take requests, never answer")
+    parser.add_argument("--ignore-stop", action="store_true")
+    options = parser.parse_args()
+    intent = json.loads(sys.stdin.readline())["intent"]
+    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(options.address)
+
+    def send(message: object) -> None:
+        socket.send(msgspec.msgpack.encode(message))
+
+    send(Progress("weights"))
+    if options.die_at_start:
+        os._exit(7)
+    while options.hang_at_start:
+        time.sleep(1)
+    if options.refuse:
+        send(Failed("Nothing fits.", "Lower --context.", "does_not_fit", 1))
+        socket.close(linger=1000)
+        return 1
+    send(Progress("weights", 0.25, "fake"))
+    info = EngineInfo(
+        intent["model"], VOCAB, MAX_CONTEXT, 65536, 64, (EOS,),
+        {"fingerprint": "fake0123", "intent": intent, "ops": {"linear": "fake"}},
+        (("weights", 0.25),),
+    )  # fmt: skip
+    send(Ready(info))
+    fake = Fake(options)
+    decode = msgspec.msgpack.Decoder(ToEngine).decode
+    while True:
+        busy = bool(fake.live) and not options.deaf
+        while not busy or socket.poll(0):
+            message = decode(socket.recv())
+            if isinstance(message, Submit):
+                for request in message.requests:
+                    refusal = fake.submit(request)
+                    if refusal is not None:
+                        send(refusal)
+            elif isinstance(message, Cancel):
+                for request_id in message.request_ids:
+                    fake.note(f"cancel {request_id}")
+                    fake.live.pop(request_id, None)
+            elif not options.ignore_stop:
+                fake.note(f"stop {message.drain}")
+                socket.close(linger=1000)
+                return 0
+            busy = bool(fake.live) and not options.deaf
+        if options.step_ms:
+            time.sleep(options.step_ms / 1000)
+        send(fake.step())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""A real server process over the fake engine: ``serve_fake.py PORT [--key K ...] -- ENGINE ARGS``.
+
+Prints one JSON line with its URL and the engine's process id when it is ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from metainfer.core.errors import UserError
+from metainfer.core.intent import Intent
+from metainfer.engine.client import ProcessClient
+from metainfer.engine.text_stream import byte_text
+from metainfer.server.run import Lifecycle, bind, describe, run
+from metainfer.server.state import ServerConfig
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+
+
+async def serve(options: argparse.Namespace, engine: list[str]) -> int:
+    from metainfer.server.app import new_state
+
+    listener = bind("127.0.0.1", options.port)
+    client = ProcessClient(Intent(model="fake"), command=[sys.executable, str(FAKE), *engine])
+    config = ServerConfig(
+        ("fake", "alias"),
+        api_key=options.key,
+        max_pending=options.max_pending,
+        keep_alive_s=options.keep_alive,
+        drain_grace_s=options.grace,
+    )
+    state = new_state(config, client)
+
+    def ready(info: object) -> None:
+        print(json.dumps({"url": describe(listener), "engine": client.pid}), flush=True)
+
+    print(json.dumps({"url": describe(listener), "engine": -1}), flush=True)
+    life = Lifecycle(
+        state,
+        listener,
+        load_text=lambda info: byte_text(info.vocab_size),
+        on_ready=ready,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    return await life.run()
+
+
+def main() -> int:
+    own, engine = sys.argv[1:], []
+    if "--" in own:
+        split = own.index("--")
+        own, engine = own[:split], own[split + 1 :]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int)
+    parser.add_argument("--key")
+    parser.add_argument("--max-pending", type=int, default=1024)
+    parser.add_argument("--keep-alive", type=float, default=15.0)
+    parser.add_argument("--grace", type=float, default=10.0)
+    try:
+        return run(serve(parser.parse_args(own), engine))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
