@@ -227,6 +227,7 @@ class Scheduler:
                 hit.tokens,
                 seq.request.params,
                 len(seq.tokens) - seq.prompt_len,
+                seq.request.eos_token_ids,
             )
         )
 
