@@ -7,17 +7,19 @@ config is refused by tensor name.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from metainfer.core.errors import ModelError
+from metainfer.formats.checkpoint import Checkpoint
 from metainfer.formats.quant import RawTensor, dequantise
 from metainfer.kernels.impl import Layout
 from metainfer.models.arch import Arch, WeightSpec
 from metainfer.ops.linear.packed import PackedWeight
+from metainfer.planner.opening import RANDOM_SCHEME, OpenedModel
 
 Progress = Callable[[int, int], None]
 
@@ -128,10 +130,9 @@ def _bias(source: TensorSource, spec: WeightSpec) -> torch.Tensor | None:
     return torch.cat([dequantise(source.read(name), torch.float32) for name in spec.bias])
 
 
-def schemes_by_site(arch: Arch, scheme_of: Callable[[str], str]) -> Mapping[str, tuple[str, ...]]:
-    """Which storage schemes occur at each op site, in order of first appearance."""
-    found: dict[str, dict[str, None]] = {}
-    for spec in arch.packed_weights():
-        for name in spec.tensors:
-            found.setdefault(spec.site, {})[scheme_of(name)] = None
-    return {site: tuple(names) for site, names in found.items()}
+def tensor_source(model: OpenedModel, device: torch.device) -> TensorSource:
+    """The checkpoint's tensors, or random ones drawn where they are needed."""
+    if model.source.random is not None:
+        return RandomSource(model.arch, model.seed, scheme=RANDOM_SCHEME, device=device)
+    assert model.index is not None
+    return Checkpoint(model.index)

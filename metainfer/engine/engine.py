@@ -1,0 +1,204 @@
+"""The engine: one loop turn is schedule, execute, commit. Knows tokens, not text; no sockets.
+
+`start` resolves the plan, loads, warms up and runs a step at the advertised limits; only then is
+the engine ready. Everything it decided is in `plan_json`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from metainfer.core.errors import InternalError
+from metainfer.core.intent import Intent
+from metainfer.core.request import Request
+from metainfer.core.step import Phase, RequestOutput
+from metainfer.engine.machine import Machine, open_machine
+from metainfer.engine.protocol import EngineInfo, EngineStats, Progress
+from metainfer.kernels.select import Policy
+from metainfer.kv.book.manager import KVManager
+from metainfer.planner.opening import OpenedModel, open_model
+from metainfer.planner.report import plan_document
+from metainfer.planner.resolve import Resolved, resolve
+from metainfer.scheduler.config import SchedulerConfig
+from metainfer.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from metainfer.executor.local import LocalExecutor
+    from metainfer.kernels.table import Trace
+
+OnProgress = Callable[[Progress], None]
+
+
+class Engine:
+    """One model on one machine. Not thread-safe: whoever calls `step` owns it."""
+
+    def __init__(
+        self,
+        intent: Intent,
+        on_progress: OnProgress = lambda progress: None,
+        *,
+        trace: Trace | None = None,
+    ) -> None:
+        self.intent = intent
+        self._on_progress = on_progress
+        self._trace = trace
+        self._phases: list[tuple[str, float]] = []
+        self._scheduler: Scheduler | None = None
+        self._executor: LocalExecutor | None = None
+        self._last_step_s = 0.0
+        self.resolved: Resolved | None = None
+
+    # -- start -------------------------------------------------------------------------------------
+
+    def start(self) -> EngineInfo:
+        """Bring everything up; returns what a server must know.
+
+        Raises:
+            UserError: the machine, the model or a wish stands against it.
+        """
+        with self._phase("model files"):
+            model = open_model(self.intent.model)
+        with self._phase("machine"):
+            machine = open_machine(self.intent.platform)
+        with self._phase("plan"):
+            resolved = self.resolved = resolve_on(machine, model, self.intent)
+        with self._phase("torch"):
+            import torch  # noqa: F401 - timed apart: it is the longest import
+
+            from metainfer.executor.assemble import assemble
+            from metainfer.executor.loading import tensor_source
+        device = machine.torch_device()
+        source = tensor_source(model, device)
+        with self._phase("weights"):
+            self._executor = assemble(resolved, source, machine.registry, device, trace=self._trace)
+        with self._phase("warm-up"):
+            self._executor.warm()
+        self._scheduler = self._make_scheduler(resolved, model)
+        plan = resolved.plan
+        return EngineInfo(
+            model=model.source.reference,
+            vocab_size=resolved.arch.vocab_size,
+            max_context=plan.limits.max_context,
+            kv_tokens=plan.kv_tokens,
+            max_running=plan.limits.max_running,
+            eos_token_ids=model.eos_token_ids,
+            plan=plan_document(resolved),
+            start_phases=tuple(self._phases),
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Report a start-up phase with its seconds."""
+        self._on_progress(Progress(name))
+        begin = time.monotonic()
+        yield
+        seconds = time.monotonic() - begin
+        self._phases.append((name, seconds))
+        self._on_progress(Progress(name, seconds))
+
+    def _make_scheduler(self, resolved: Resolved, model: OpenedModel) -> Scheduler:
+        plan = resolved.plan
+        limits = plan.limits
+        namespace = f"{model.source.reference}:{model.seed}:{plan.model.dtype}"
+        manager = KVManager(resolved.sizes, namespace=namespace, caching=plan.prefix_cache)
+        config = SchedulerConfig(
+            max_context=limits.max_context,
+            max_running=limits.max_running,
+            step_tokens=limits.step_tokens,
+            mixed_prefill_tokens=limits.mixed_prefill_tokens,
+            max_waiting=limits.max_waiting,
+            layouts={Phase(phase): layout for phase, layout in plan.phase_layout.items()},
+        )
+        return Scheduler(config, [manager])
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. A missing seed is drawn here, once, so that every rank sees the same.
+
+        Raises:
+            RequestError: it cannot run; says why.
+        """
+        resolved = self._ready()
+        request.params.check(resolved.arch.vocab_size)
+        if request.params.seed is None and not request.params.greedy:
+            params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
+            request = msgspec.structs.replace(request, params=params)
+        self.scheduler.add(request)
+
+    def cancel(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+        """End requests now; their pages are free before the next step."""
+        ended = [self.scheduler.cancel(request_id) for request_id in request_ids]
+        return [output for output in ended if output is not None]
+
+    def step(self) -> tuple[list[RequestOutput], EngineStats]:
+        """One turn of the loop: at most one output per request.
+
+        Raises:
+            InternalError: an invariant broke; the engine must not go on.
+        """
+        outputs: list[RequestOutput] = []
+        assert self._executor is not None
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            result = self._executor.execute(plan)
+            self._last_step_s = result.seconds
+            outputs = self.scheduler.commit(result)
+        return outputs, self.stats()
+
+    def stats(self) -> EngineStats:
+        reading = self.scheduler.stats()
+        counters = reading.counters
+        return EngineStats(
+            running=reading.running,
+            waiting=reading.waiting,
+            kv_used=reading.kv_used,
+            steps=counters.steps,
+            preemptions=counters.preemptions,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            cache_query_tokens=counters.cache_query_tokens,
+            cache_hit_tokens=counters.cached_tokens,
+            longest_decode_gap_s=reading.longest_decode_gap_s,
+            last_step_s=self._last_step_s,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_work
+
+    @property
+    def scheduler(self) -> Scheduler:
+        if self._scheduler is None:
+            raise InternalError("the engine has not started")
+        return self._scheduler
+
+    def close(self) -> None:
+        """Let go of the device."""
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+
+    def _ready(self) -> Resolved:
+        if self.resolved is None or self._scheduler is None:
+            raise InternalError("the engine has not started")
+        return self.resolved
+
+
+def resolve_on(machine: Machine, model: OpenedModel, intent: Intent) -> Resolved:
+    """The plan of `model` on `machine`: what `serve` runs and what `plan` and `doctor` show."""
+    policy = Policy(
+        pins=intent.ops,
+        layout_pins=intent.layouts,
+        evidence=machine.evidence,
+        allow_fallback=frozenset(intent.allow_fallback),
+    )
+    return resolve(
+        intent, model.facts, machine.facts, machine.registry, policy, machine.fingerprint
+    )
