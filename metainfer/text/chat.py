@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.exceptions
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -82,6 +83,30 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without attributes that could reach into the interpreter."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # No named parameters, as in Jinja: a template may use any name, `self` included.
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r} (underscore)")
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -110,6 +135,8 @@ def _environment() -> _Environment:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _Namespace
+    environment.globals["dict"] = _dict
     return environment
 
 
@@ -186,8 +213,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt; encode it with ``add_special=False``.
 
-        Keys of a message whose value is None are left out, as `transformers` does. `kwargs` are
-        further template variables. `RequestError` carries the template's own message.
+        Keys of a message whose value is None are left out, as `transformers` does. Content given
+        as text parts is joined with newlines unless the template reads parts itself. `kwargs`
+        are further template variables. `RequestError` carries the template's own message.
         """
         template = self._choose(tools)
         taken = [name for name in kwargs if name in _RESERVED]
@@ -203,15 +231,38 @@ class ChatTemplate:
                 "Send fewer messages.",
                 param="messages",
             )
-        variables: dict[str, Any] = {
+        shown = [self._message(message) for message in messages]
+        variables = self._variables(shown, tools, add_generation_prompt)
+        return self._run(template, {**variables, **kwargs})
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the default template reads content given as ``[{"type": "text", ...}]``."""
+        parts = [{"type": "text", "text": "probe-7f3a"}]
+        probe = [{"role": "user", "content": parts}]
+        try:
+            text = self._run(self._choose(None), self._variables(probe, None, True))
+        except RequestError:
+            return False
+        # A template that prints the list shows its keys, too.
+        return "probe-7f3a" in text and repr(parts[0]) not in text and "'text'" not in text
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {key: value for key, value in message.items() if value is not None}
+        if isinstance(kept.get("content"), list) and not self.takes_parts:
+            kept["content"] = "\n".join(_part_text(part) for part in kept["content"])
+        return kept
+
+    def _variables(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool
+    ) -> dict[str, Any]:
+        return {
             **self._special,
-            **kwargs,
-            "messages": [{k: v for k, v in m.items() if v is not None} for m in messages],
+            "messages": list(messages),
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._run(template, variables)
 
     def _choose(self, tools: object) -> jinja2.Template:
         if tools and "tool_use" in self._compiled:
@@ -259,6 +310,19 @@ class ChatTemplate:
             _clock.reset(clock)
             _deadline.reset(deadline)
         return "".join(parts)
+
+
+def _part_text(part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise RequestError(
+            f"A message holds a content part of type {kind!r} that is not text.",
+            "This model reads text only.",
+            code="unsupported_content",
+            param="messages",
+        )
+    return text
 
 
 def _compile(name: str, text: str) -> jinja2.Template:

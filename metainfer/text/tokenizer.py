@@ -1,9 +1,9 @@
 """`Tokenizer`: ids from text and back, over the `tokenizers` library.
 
-Built from a Hugging Face folder or from GGUF metadata. Which special tokens `encode` adds follows
-`transformers`: ``add_bos_token``/``add_eos_token`` of ``tokenizer_config.json`` where it states
-either, else the post-processor of ``tokenizer.json``. A text that spells a special token is read
-as that token unless ``parse_special=False``, also as there.
+Built from a Hugging Face folder or from GGUF metadata. As in `transformers` 5, which special tokens
+`encode` adds is the post-processor's affair: ``add_bos_token`` of ``tokenizer_config.json`` is
+not looked at. A text that spells a special token is read as that token unless
+``parse_special=False``, also as there.
 """
 
 from __future__ import annotations
@@ -90,13 +90,10 @@ class Tokenizer:
         generation = read_json(folder / "generation_config.json")
         if "eos_token_id" not in generation:
             generation = read_json(folder / "config.json")
-        stated = "add_bos_token" in config or "add_eos_token" in config
         return cls(
             backend,
             special_tokens=special,
             eos_ids=_id_list(generation.get("eos_token_id")),
-            add_bos=bool(config.get("add_bos_token")) if stated else None,
-            add_eos=bool(config.get("add_eos_token")) if stated else None,
         )
 
     @classmethod
