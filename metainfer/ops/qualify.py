@@ -184,7 +184,7 @@ def _placed(
         if isinstance(arg, Weight):
             placed.append(pack(arg))
         elif isinstance(arg, Tensor):
-            placed.append(arg.clone().to(device))
+            placed.append(arg.clone(memory_format=torch.contiguous_format).to(device))
         elif dataclasses.is_dataclass(arg) and not isinstance(arg, type):
             fields = {f.name: getattr(arg, f.name) for f in dataclasses.fields(arg)}
             moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}

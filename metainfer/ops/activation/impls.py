@@ -2,7 +2,7 @@
 
 from metainfer.kernels.cost import elementwise, extent
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
+from metainfer.ops.declare import C_ON_CPU, FLOAT32, FLOATS, NATIVE_ON_CPU, ON_EITHER
 
 
 def _values(c: Context) -> float:
@@ -10,6 +10,16 @@ def _values(c: Context) -> float:
 
 
 IMPLS = (
+    Impl(
+        op="swiglu",
+        name="c",
+        load="metainfer.ops.activation.cpu_c:swiglu",
+        provider="c",
+        dtypes=FLOAT32,
+        conditions=C_ON_CPU,
+        native_when=NATIVE_ON_CPU,
+        cost=elementwise(_values, part=0.8),
+    ),
     Impl(
         op="swiglu",
         name="torch",

@@ -2,7 +2,7 @@
 
 from metainfer.kernels.cost import elementwise, extent
 from metainfer.kernels.impl import Context, Impl, Layout
-from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
+from metainfer.ops.declare import C_ON_CPU, FLOAT32, FLOATS, NATIVE_ON_CPU, ON_EITHER
 
 PAGES = {"kv": "kv-pages@1"}
 
@@ -17,6 +17,17 @@ LAYOUTS = (
 )
 
 IMPLS = (
+    Impl(
+        op="kv_write",
+        name="c",
+        load="metainfer.ops.kv_write.cpu_c:kv_write",
+        provider="c",
+        dtypes=FLOAT32,
+        conditions=C_ON_CPU,
+        requires_layout=PAGES,
+        native_when=NATIVE_ON_CPU,
+        cost=elementwise(_values, part=0.8),
+    ),
     Impl(
         op="kv_write",
         name="torch",

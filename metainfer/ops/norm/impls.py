@@ -2,7 +2,7 @@
 
 from metainfer.kernels.cost import elementwise, extent
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
+from metainfer.ops.declare import C_ON_CPU, FLOAT32, FLOATS, NATIVE_ON_CPU, ON_EITHER
 
 
 def _values(c: Context) -> float:
@@ -14,6 +14,16 @@ def _values_add(c: Context) -> float:
 
 
 IMPLS = (
+    Impl(
+        op="rmsnorm",
+        name="c",
+        load="metainfer.ops.norm.cpu_c:rmsnorm",
+        provider="c",
+        dtypes=FLOAT32,
+        conditions=C_ON_CPU,
+        native_when=NATIVE_ON_CPU,
+        cost=elementwise(_values, part=0.8),
+    ),
     Impl(
         op="rmsnorm",
         name="torch",
@@ -33,6 +43,16 @@ IMPLS = (
         dtypes=FLOATS,
         graph_safe=True,
         cost=elementwise(_values, launches=8, part=0.12),
+    ),
+    Impl(
+        op="add_rmsnorm",
+        name="c",
+        load="metainfer.ops.norm.cpu_c:add_rmsnorm",
+        provider="c",
+        dtypes=FLOAT32,
+        conditions=C_ON_CPU,
+        native_when=NATIVE_ON_CPU,
+        cost=elementwise(_values_add, part=0.8),
     ),
     Impl(
         op="add_rmsnorm",

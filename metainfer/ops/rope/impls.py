@@ -2,7 +2,7 @@
 
 from metainfer.kernels.cost import elementwise, extent
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
+from metainfer.ops.declare import C_ON_CPU, FLOAT32, FLOATS, NATIVE_ON_CPU, ON_EITHER
 
 HONOURS = frozenset({"interleaved", "partial"})
 
@@ -12,6 +12,17 @@ def _values(c: Context) -> float:
 
 
 IMPLS = (
+    Impl(
+        op="rope",
+        name="c",
+        load="metainfer.ops.rope.cpu_c:rope",
+        provider="c",
+        dtypes=FLOAT32,
+        conditions=C_ON_CPU,
+        honours=HONOURS,
+        native_when=NATIVE_ON_CPU,
+        cost=elementwise(_values, part=0.8),
+    ),
     Impl(
         op="rope",
         name="torch",
