@@ -111,7 +111,7 @@ def _run(command: list[str]) -> tuple[int, str]:
 def _error_line(output: str) -> str:
     """The first line that names an error, else the first line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    named = [line for line in lines if "error" in line.lower()]
+    named = [line for line in lines if "error:" in line.lower()]
     return (named or lines or ["no output"])[0][:300]
 
 

@@ -1,7 +1,8 @@
 /* Sixteen float lanes on any CPU, and a parallel region, for the C kernels of the ops.
  *
  * `v16` is one AVX-512 register, or an array of the widest vectors that the compiler targets
- * (AVX: 2 x 8, SSE2/NEON: 4 x 4). Define MI_PORTABLE to take the second form on any CPU.
+ * (AVX: 2 x 8, SSE2/NEON: 4 x 4). Define MI_PORTABLE to take the second form on any CPU,
+ * MI_PTHREADS to do without OpenMP.
  * Both forms do the same operations in the same order; they differ where fused multiply-add does.
  */
 #ifndef MI_CPU_COMMON_H
@@ -31,7 +32,7 @@
 
 typedef void (*mi_task)(void *context, int thread, int threads);
 
-#if defined(_OPENMP)
+#if defined(_OPENMP) && !defined(MI_PTHREADS)
 #include <omp.h>
 /* Runs `task` on `threads` threads of the OpenMP pool that torch also uses. */
 static inline void mi_parallel(mi_task task, void *context, int threads) {
@@ -74,7 +75,7 @@ static inline void mi_parallel(mi_task task, void *context, int threads) {
 }
 #endif
 
-/* The part [*begin, *end) of `count` items that `thread` of `threads` owns; parts are contiguous. */
+/* The part [*begin, *end) of `count` items that `thread` of `threads` owns. */
 MI_INLINE void mi_share(int64_t count, int thread, int threads, int64_t *begin, int64_t *end) {
     *begin = count * thread / threads;
     *end = count * (thread + 1) / threads;

@@ -189,6 +189,13 @@ static int find_keys(const problem *p, int64_t sequence, int64_t head, int64_t b
     return 1;
 }
 
+/* The first position that a query at `position` sees. */
+MI_INLINE int64_t first_seen(const problem *p, int64_t position) {
+    return p->window && position >= p->window ? position - p->window + 1 : 0;
+}
+
+MI_INLINE int in_block(int64_t key) { return key < 0 ? 0 : key > KEYS ? KEYS : (int)key; }
+
 /* Scores of one row -> weights; updates its maximum and sum. Lanes outside [low, high) weigh 0. */
 MI_INLINE void soften(float *s, int low, int high, float *most, float *sum, float *alpha) {
     for (int j = 0; j < low; j++) s[j] = -INFINITY;
@@ -214,9 +221,8 @@ static int do_block(const problem *p, const task *t, const scratch *w, int64_t b
     const float *k[KEYS], *v[KEYS];
     const int64_t D = p->D, rows = t->queries * p->group;
     const int64_t last = position + t->queries - 1; /* of the task's last query */
-    const int64_t start = p->window && position >= p->window ? position - p->window + 1 : 0;
-    const int begin = start > base ? (int)(start - base) : 0;
-    const int end = last + 1 - base < KEYS ? (int)(last + 1 - base) : KEYS;
+    const int64_t start = first_seen(p, position);
+    const int begin = in_block(start - base), end = in_block(last + 1 - base);
     if (!find_keys(p, t->sequence, t->head, base, begin, end, k, v)) return 0;
     for (int64_t d = 0; d < D; d += 16)
         for (int j = 0; j < KEYS; j += 16) transpose_16(k + j, d, w->kt + d * KEYS + j);
@@ -227,9 +233,8 @@ static int do_block(const problem *p, const task *t, const scratch *w, int64_t b
         scores[to - from - 1](w->q + from * D, w->kt, D, w->s + from * KEYS);
         for (int64_t r = from; r < to; r++) {
             const int64_t here = position + r / p->group;
-            const int64_t first = p->window && here >= p->window ? here - p->window + 1 - base : -base;
-            const int low = first > 0 ? (int)(first < KEYS ? first : KEYS) : 0;
-            const int high = here + 1 < base ? 0 : here + 1 - base < KEYS ? (int)(here + 1 - base) : KEYS;
+            const int low = in_block(first_seen(p, here) - base);
+            const int high = in_block(here + 1 - base);
             if (low < high) {
                 soften(w->s + r * KEYS, low, high, &w->most[r], &w->sum[r], &w->alpha[r]);
             } else {
@@ -269,7 +274,7 @@ static int do_task(const problem *p, const task *t, const scratch *w) {
     const int64_t row0 = p->query_start[s] + t->first;
     const int64_t position = p->context[s] - (p->query_start[s + 1] - p->query_start[s]) + t->first;
     const int64_t last = position + t->queries - 1;
-    const int64_t start = p->window && position >= p->window ? position - p->window + 1 : 0;
+    const int64_t start = first_seen(p, position);
     for (int64_t r = 0; r < rows; r++) {
         const float *from = p->q + (row0 + r / p->group) * p->q_stride +
                             (t->head * p->group + r % p->group) * D;
@@ -289,7 +294,7 @@ static int do_task(const problem *p, const task *t, const scratch *w) {
             if (base + KEYS > start && !do_block(p, t, w, base, position)) return 0;
         for (int64_t r = 0; r < rows; r++) {
             if (t->partial >= 0) {
-                float *to = p->partials + (t->partial + (split - t->split_begin) * rows + r) * (D + 2);
+                float *to = p->partials + (t->partial + r) * (D + 2); /* such a task is one split */
                 memcpy(to, w->o + r * D, (size_t)D * sizeof(float));
                 to[D] = w->most[r];
                 to[D + 1] = w->sum[r];
@@ -348,7 +353,7 @@ static int64_t list_tasks(const problem *p, int64_t S, int64_t heads, int64_t bl
             const int64_t first = b * block;
             const int64_t many = queries - first < block ? queries - first : block;
             const int64_t position = p->context[s] - queries + first;
-            const int64_t start = p->window && position >= p->window ? position - p->window + 1 : 0;
+            const int64_t start = first_seen(p, position);
             const int64_t begin = start / SPLIT, end = (position + many - 1) / SPLIT + 1;
             for (int64_t h = 0; h < heads; h++)
                 for (int64_t i = begin; i < end; i += by_split ? 1 : end - begin) {
@@ -406,4 +411,9 @@ MI_EXPORT int mi_attn(const float *q, int64_t q_stride, const float *k, const fl
     free(p.tasks);
     free(p.partials);
     return p.error;
+}
+
+/* The exponential that the softmax uses, on `count` (a multiple of 16) numbers; for its test. */
+MI_EXPORT void mi_exp(const float *x, float *y, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) v_store(y + i, v_exp(v_load(x + i)));
 }

@@ -8,16 +8,16 @@
  *
  * Weights are decoded to exactly the float32 that GGUF defines (d*q is exact, one rounding for +m).
  * Every output is ((chunk 0) + chunk 1) + ... + bias, a chunk being a chain of fused multiply-adds
- * over 512 columns in ascending order. All paths below keep that order, so a row's result depends
- * neither on the number of rows in x nor on the number of threads.
+ * over 64 columns in ascending order (short chains: the error of BLAS or less). All paths below
+ * keep that order, so a row's result depends neither on the number of rows in x nor on threads.
  *
  *   T <= STREAM_MAX: decode in registers, multiply with up to T_STEP rows of x at once.
- *   T larger: decode a panel of PANEL rows x 512 columns into cache, then a register-blocked GEMM.
+ *   T larger: decode a panel of 16 NR rows x 512 columns into cache, then a register-blocked GEMM.
  */
 #include "../cpu_common.h"
 
 enum { Q4_0 = 0, Q4_1 = 1, Q8_0 = 2 };
-enum { TILE = 16, BLOCK = 32, CHUNK = 512 };
+enum { TILE = 16, BLOCK = 32, CHUNK = 64, PANEL = 512 };
 
 #if V16_REGISTERS >= 32
 enum { T_STEP = 8, MR = 14, NR = 2, STREAM_MAX = 16 };
@@ -27,7 +27,7 @@ enum { T_STEP = 4, MR = 6, NR = 1, STREAM_MAX = 8 };
 enum { T_STEP = 2, MR = 3, NR = 1, STREAM_MAX = 6 };
 #endif
 enum {
-    X_STRIDE = CHUNK + 16, /* floats; not a multiple of 4 KiB, so rows fall into different sets */
+    X_STRIDE = PANEL + 16, /* floats; not a multiple of 4 KiB, so rows fall into different sets */
     T_BLOCK = MR * 15      /* rows of x kept in the second-level cache */
 };
 
@@ -74,7 +74,8 @@ typedef struct {
 typedef int32_t vni_any __attribute__((vector_size(4 * V16_WIDTH), aligned(4), may_alias));
 MI_INLINE nibbles load_nibbles(const uint8_t *p) {
     nibbles r;
-    MI_UNROLL for (int i = 0; i < V16_PARTS; i++) r.p[i] = *(const vni_any *)(p + 4 * i * V16_WIDTH);
+    MI_UNROLL for (int i = 0; i < V16_PARTS; i++)
+        r.p[i] = *(const vni_any *)(p + 4 * i * V16_WIDTH);
     return r;
 }
 MI_INLINE v16 take_nibble(nibbles *q, v16 zero) {
@@ -149,7 +150,7 @@ MI_INLINE void stream_chunk(const int scheme, const int R, const int T, const ui
     }
 }
 
-/* R tiles by T rows over all of K. `x` is [chunk][T_all][X_STRIDE]. */
+/* R tiles by T rows over all of K. `x` is [panel][T_all][X_STRIDE]. */
 MI_INLINE void stream_tiles(const int scheme, const int R, const int T, const problem *p,
                             const segment *s, int64_t tile, const float *x, int64_t t0) {
     const int64_t bytes = p->K / BLOCK * block_bytes(scheme);
@@ -158,11 +159,11 @@ MI_INLINE void stream_tiles(const int scheme, const int R, const int T, const pr
     MI_UNROLL for (int i = 0; i < R * T; i++) total[i] = v_zero();
     for (int64_t k = 0; k < p->K; k += CHUNK) {
         const int64_t columns = p->K - k < CHUNK ? p->K - k : CHUNK;
+        const float *from = x + (k / PANEL * p->T + t0) * X_STRIDE + k % PANEL;
         v16 sum[32];
-        stream_chunk(scheme, R, T, data, bytes, columns / BLOCK, x + t0 * X_STRIDE, sum);
-        MI_UNROLL for (int i = 0; i < R * T; i++) total[i] = k ? v_add(total[i], sum[i]) : sum[i];
+        stream_chunk(scheme, R, T, data, bytes, columns / BLOCK, from, sum);
+        MI_UNROLL for (int i = 0; i < R * T; i++) total[i] = v_add(total[i], sum[i]);
         data += columns / BLOCK * block_bytes(scheme);
-        x += p->T * X_STRIDE;
     }
     MI_UNROLL for (int r = 0; r < R; r++) {
         const int64_t row = (tile + r) * TILE;
@@ -217,15 +218,15 @@ MI_INLINE void gather_x(const problem *p, int64_t t0, int64_t T, int64_t k, int6
 
 static void stream_task(void *context, int thread, int threads) {
     problem *p = context;
-    const int64_t chunks = (p->K + CHUNK - 1) / CHUNK;
-    float *x = mi_scratch(0, (size_t)(chunks * p->T * X_STRIDE) * sizeof(float));
+    const int64_t panels = (p->K + PANEL - 1) / PANEL;
+    float *x = mi_scratch(0, (size_t)(panels * p->T * X_STRIDE) * sizeof(float));
     if (!x) {
         p->failed = 1;
         return;
     }
-    for (int64_t c = 0; c < chunks; c++) {
-        const int64_t left = p->K - c * CHUNK;
-        gather_x(p, 0, p->T, c * CHUNK, left < CHUNK ? left : CHUNK, x + c * p->T * X_STRIDE);
+    for (int64_t c = 0; c < panels; c++) {
+        const int64_t left = p->K - c * PANEL;
+        gather_x(p, 0, p->T, c * PANEL, left < PANEL ? left : PANEL, x + c * p->T * X_STRIDE);
     }
     int64_t tiles = 0, begin, end, base = 0;
     for (int64_t i = 0; i < p->count; i++) tiles += p->segments[i].tiles;
@@ -256,29 +257,35 @@ static void stream_task(void *context, int thread, int threads) {
 
 /* ---- large T: panels and a register-blocked GEMM ------------------------------------------- */
 
-/* rows x (NR * 16) outputs of one chunk. `mode` 0 stores, 1 adds to y. */
+/* rows x (NR * 16) outputs over one panel; `add`: y holds the sum of the panels before. */
 MI_INLINE void gemm_rows(const int rows, const float *x, const float *panel, int64_t columns,
                          float *y, int64_t ldy, const int *lanes, int add, const float *bias) {
-    v16 sum[MR * NR];
-    MI_UNROLL for (int i = 0; i < rows * NR; i++) sum[i] = v_zero();
-    for (int64_t k = 0; k < columns; k++) {
-        v16 w[NR];
-        MI_UNROLL for (int r = 0; r < NR; r++) w[r] = v_load(panel + k * NR * TILE + r * TILE);
-        MI_UNROLL for (int t = 0; t < rows; t++) {
-            const v16 xt = v_set1(x[t * X_STRIDE + k]);
-            MI_UNROLL for (int r = 0; r < NR; r++)
-                sum[t * NR + r] = v_fma(w[r], xt, sum[t * NR + r]);
+    float total[MR * NR * TILE]; /* in memory: the registers hold a chunk */
+    for (int t = 0; t < rows; t++)
+        for (int r = 0; r < NR; r++)
+            v_store(total + (t * NR + r) * TILE,
+                    add && lanes[r] ? v_load_first(y + t * ldy + r * TILE, lanes[r]) : v_zero());
+    for (int64_t k0 = 0; k0 < columns; k0 += CHUNK) {
+        const int64_t stop = columns - k0 < CHUNK ? columns : k0 + CHUNK;
+        v16 sum[MR * NR];
+        MI_UNROLL for (int i = 0; i < rows * NR; i++) sum[i] = v_zero();
+        for (int64_t k = k0; k < stop; k++) {
+            v16 w[NR];
+            MI_UNROLL for (int r = 0; r < NR; r++) w[r] = v_load(panel + (k * NR + r) * TILE);
+            MI_UNROLL for (int t = 0; t < rows; t++) {
+                const v16 xt = v_set1(x[t * X_STRIDE + k]);
+                MI_UNROLL for (int r = 0; r < NR; r++)
+                    sum[t * NR + r] = v_fma(w[r], xt, sum[t * NR + r]);
+            }
         }
+        MI_UNROLL for (int i = 0; i < rows * NR; i++)
+            v_store(total + i * TILE, v_add(v_load(total + i * TILE), sum[i]));
     }
-    MI_UNROLL for (int r = 0; r < NR; r++) {
-        if (!lanes[r]) continue;
+    for (int r = 0; r < NR && lanes[r]; r++) {
         const v16 b = bias ? v_load_first(bias + r * TILE, lanes[r]) : v_zero();
-        MI_UNROLL for (int t = 0; t < rows; t++) {
-            float *to = y + t * ldy + r * TILE;
-            v16 value = sum[t * NR + r];
-            if (add) value = v_add(v_load_first(to, lanes[r]), value);
-            if (bias) value = v_add(value, b);
-            v_store_first(to, value, lanes[r]);
+        for (int t = 0; t < rows; t++) {
+            const v16 value = v_load(total + (t * NR + r) * TILE);
+            v_store_first(y + t * ldy + r * TILE, bias ? v_add(value, b) : value, lanes[r]);
         }
     }
 }
@@ -315,7 +322,7 @@ static void decode_tile(int64_t scheme, const uint8_t *data, int64_t columns, fl
     else decode_panel(Q8_0, data, columns, panel, stride);
 }
 
-/* One group of NR tiles of a segment against rows [t0, t1) of x, one chunk. */
+/* One group of NR tiles of a segment against rows [t0, t1) of x, one panel. */
 static void gemm_group(const problem *p, const segment *s, int64_t group, int64_t t0, int64_t t1,
                        int64_t k, int64_t columns, const float *x, float *panel) {
     const int64_t row = group * NR * TILE;
@@ -328,7 +335,7 @@ static void gemm_group(const problem *p, const segment *s, int64_t group, int64_
             decode_tile(s->scheme, s->data + block * block_bytes((int)s->scheme), columns,
                         panel + r * TILE, NR * TILE);
         else
-            for (int64_t i = 0; i < columns; i++) v_store(panel + i * NR * TILE + r * TILE, v_zero());
+            for (int64_t i = 0; i < columns; i++) v_store(panel + (i * NR + r) * TILE, v_zero());
     }
     const int last = k + columns == p->K;
     const float *bias = last && p->bias ? p->bias + s->first + row : NULL;
@@ -345,7 +352,7 @@ static void gemm_group(const problem *p, const segment *s, int64_t group, int64_
 static void gemm_task(void *context, int thread, int threads) {
     problem *p = context;
     float *x = mi_scratch(0, (size_t)T_BLOCK * X_STRIDE * sizeof(float));
-    float *panel = mi_scratch(1, (size_t)CHUNK * NR * TILE * sizeof(float));
+    float *panel = mi_scratch(1, (size_t)PANEL * NR * TILE * sizeof(float));
     if (!x || !panel) {
         p->failed = 1;
         return;
@@ -361,8 +368,8 @@ static void gemm_task(void *context, int thread, int threads) {
         if (t0 == t1) continue;
         const int64_t first = begin > tb * groups ? begin - tb * groups : 0;
         const int64_t stop = end - tb * groups < groups ? end - tb * groups : groups;
-        for (int64_t k = 0; k < p->K; k += CHUNK) {
-            const int64_t columns = p->K - k < CHUNK ? p->K - k : CHUNK;
+        for (int64_t k = 0; k < p->K; k += PANEL) {
+            const int64_t columns = p->K - k < PANEL ? p->K - k : PANEL;
             gather_x(p, t0, t1 - t0, k, columns, x);
             int64_t base = 0;
             for (int64_t i = 0; i < p->count; i++) {

@@ -37,10 +37,15 @@ def _function(defines: tuple[str, ...]) -> Callable[..., None]:
     return function
 
 
+def _readable(x: Tensor) -> bool:
+    """Whether the last dimension is contiguous."""
+    return x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
+
+
 def _check(x: Tensor, weight: Tensor) -> None:
     if x.dtype != torch.float32 or weight.dtype != torch.float32:
         raise InternalError(f"rmsnorm in C wants float32, got {x.dtype} and {weight.dtype}")
-    if x.dim() != 2 or x.stride(1) != 1 or weight.shape != x.shape[1:] or weight.stride(0) != 1:
+    if x.dim() != 2 or not _readable(x) or weight.shape != x.shape[1:] or not _readable(weight):
         raise InternalError(f"rmsnorm in C cannot read x {list(x.shape)}, w {list(weight.shape)}")
 
 
@@ -70,7 +75,7 @@ def add_rmsnorm(
 ) -> tuple[Tensor, Tensor]:
     """``(rmsnorm(s), s)`` of ``s = x + residual``: x, residual [T, D], weight [D]."""
     _check(x, weight)
-    if residual.dtype != torch.float32 or residual.shape != x.shape or residual.stride(1) != 1:
+    if residual.dtype != torch.float32 or residual.shape != x.shape or not _readable(residual):
         raise InternalError(f"add_rmsnorm in C cannot read a residual {list(residual.shape)}")
     rows, width = x.shape
     out, total = torch.empty((rows, width)), torch.empty((rows, width))
