@@ -112,7 +112,7 @@ def _pool_faults(pool: PagePool, held: Counter[int]) -> list[str]:
 
 def _snapshot_faults(manager: KVManager, group: int, pool: SnapshotPool) -> list[str]:
     found = []
-    places = Counter(pool.free) + Counter(pool.index.values()) + Counter(pool.scratch)
+    places = Counter(pool.free) + Counter(pool.index.values()) + Counter(list(pool.scratch))
     if places != Counter(range(pool.places)):
         found.append("a snapshot place is lost or used twice")
     owned = {

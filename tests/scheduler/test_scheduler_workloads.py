@@ -1,0 +1,142 @@
+"""Random workloads: arrivals, cancels, preemption, shared prefixes, drafts, domains, late results.
+
+Each finished answer must equal the straight line, accounts must be sound after every step, and the
+loop must never be stuck with work left (B-28).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from null_world import SHAPES, VOCAB, World, groups_of, request, sizes_of
+
+from metainfer.core.request import FinishReason, Request
+from metainfer.kv.book.capacity import longest
+from metainfer.scheduler.config import SchedulerConfig
+
+
+class OracleDrafts:
+    """Proposes what the straight line says, wrong with a given chance; deterministic."""
+
+    def __init__(self, accuracy: float, seed: int) -> None:
+        self.accuracy, self.random = accuracy, random.Random(seed)
+        self.world: World | None = None
+        self._answers: dict[str, list[int]] = {}
+
+    def propose(self, request: Request, tokens: Sequence[int], limit: int) -> list[int]:
+        assert self.world is not None
+        name = request.request_id
+        if name not in self._answers:
+            self._answers[name] = self.world.reference(name)
+        at = len(tokens) - len(request.prompt)
+        found = self._answers[name][at : at + self.random.randint(0, limit)]
+        return [t if self.random.random() < self.accuracy else (t + 1) % VOCAB for t in found]
+
+
+def play(draw: random.Random, shape: str, *, late: bool, drafts: int, domains: int) -> World:
+    """One random workload, to its end."""
+    page = draw.choice([2, 4, 8]) if shape != "v4" else 8
+    groups = groups_of(shape, page, page * draw.choice([1, 2]) if shape == "hybrid" else 0)
+    max_context = draw.choice([24, 40, 64])
+    least = max(g.live_pages(max_context) for g in groups)
+    pages = 1 + draw.randint(max(1, least // 2), max(2, least * 3))
+    slots = draw.randint(1, 5)
+    sizes = sizes_of(
+        groups, pages=pages, slots=slots, snapshots=draw.randint(0, 6), domains=domains
+    )
+    config = SchedulerConfig(
+        max_context=max_context,
+        max_running=slots,
+        step_tokens=slots + draw.randint(0, 30),
+        mixed_prefill_tokens=draw.randint(1, 20),
+        max_drafts=drafts,
+        split_phases=draw.random() < 0.3,
+    )
+    source = OracleDrafts(draw.choice([0.0, 0.5, 0.9, 1.0]), draw.randint(0, 99))
+    world = World(sizes, config, drafts=source if drafts else None, late=late)
+    source.world = world
+    stems = [[draw.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+    live: list[str] = []
+    for i in range(draw.randint(3, 14)):
+        stem = draw.choice(stems)[: draw.randint(0, 40)]
+        prompt = stem + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 12))]
+        item = request(
+            f"r{i}",
+            prompt,
+            draw.choice([0, 1, 3, 8, 20]),
+            priority=draw.choice([0, 0, 0, 1, 2]),
+            cache_salt=draw.choice(["", "", "tenant"]),
+            seed=draw.choice([None, 7]),
+            eos_token_ids=(draw.randrange(VOCAB),),
+            stop_token_ids=tuple(draw.sample(range(VOCAB), 2)),
+            ignore_eos=draw.random() < 0.2,
+            prompt_logprobs=0 if draw.random() < 0.15 else None,
+        )
+        error = world.add(item)
+        if error is not None:
+            total = min(len(prompt) + item.params.max_tokens, max_context)
+            too_long = len(prompt) + (item.params.max_tokens > 0) > max_context
+            total -= item.params.max_tokens > 0
+            assert too_long or total > longest(sizes), f"{error} but it fits"
+            continue
+        live.append(item.request_id)
+        for _ in range(draw.choice([0, 0, 1, 2, 5])):
+            world.step()
+        if live and draw.random() < 0.15:
+            world.cancel(draw.choice(live))
+    world.run()
+    world.check()
+    check_rows(world)
+    return world
+
+
+def check_rows(world: World) -> None:
+    """Prompt log-probabilities cover each prompt token after the first, once and in order."""
+    for name, answer in world.answers.items():
+        item = world.requests[name]
+        if item.params.prompt_logprobs is None or answer.finish is FinishReason.CANCELLED:
+            continue
+        assert [token for token, _ in answer.rows] == list(item.prompt[1:]), name
+
+
+QUICK = settings(
+    max_examples=int(os.environ.get("WORKLOADS", "80")),
+    deadline=None,
+    database=None,
+    derandomize="WORKLOADS" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+"""`WORKLOADS=2000 pytest ...` soaks with fresh seeds."""
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@QUICK
+@given(seed=st.integers(0, 2**48), late=st.booleans())
+def test_b28_random_workloads(shape: str, seed: int, late: bool) -> None:
+    play(random.Random(seed), shape, late=late, drafts=0, domains=1)
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@QUICK
+@given(seed=st.integers(0, 2**48), late=st.booleans(), drafts=st.integers(1, 5))
+def test_drafts_never_change_answers(shape: str, seed: int, late: bool, drafts: int) -> None:
+    play(random.Random(seed), shape, late=late, drafts=drafts, domains=1)
+
+
+@pytest.mark.parametrize("shape", ["dense", "v4"])
+@QUICK
+@given(
+    seed=st.integers(0, 2**48),
+    late=st.booleans(),
+    drafts=st.integers(0, 3),
+    domains=st.integers(2, 3),
+)
+def test_domains_never_change_answers(
+    shape: str, seed: int, late: bool, drafts: int, domains: int
+) -> None:
+    play(random.Random(seed), shape, late=late, drafts=drafts, domains=domains)
