@@ -9,17 +9,16 @@ end is reported by the operating system (a pidfd), and then every open stream ra
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import shutil
-import signal
 import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -45,12 +44,12 @@ from metainfer.engine.protocol import (
 )
 
 if TYPE_CHECKING:
-    import subprocess
+    from metainfer.workers.process import Child
 
 OnProgress = Callable[[Progress], None]
 
 _DRAIN_AFTER_DEATH_S = 0.05
-_KILL_AFTER_S = 2.0
+_TERM_S = 2.0
 
 
 class EngineRefusedError(UserError):
@@ -131,7 +130,7 @@ class _DemuxClient(ABC):
     def alive(self) -> bool:
         return self._dead is None and self._ready is not None
 
-    async def submit(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def submit(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Stream outputs until one has `finish` set; leaving early cancels the request.
 
         Raises:
@@ -192,7 +191,7 @@ class _DemuxClient(ABC):
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(
                 UserError(
-                    f"The engine process ended ({detail}) in phase '{self._phase}'.",
+                    f"The engine ended before it was ready ({detail}), in phase '{self._phase}'.",
                     "Its log above says why.",
                     code="engine_died",
                 )
@@ -217,8 +216,8 @@ def _rejection(message: Rejected) -> RequestError:
 class ProcessClient(_DemuxClient):
     """The engine as a child process behind a socket in a private folder.
 
-    `command` replaces ``python -m metainfer.engine.process`` (tests). The child dies with this
-    process, and leads a process group of its own so that Ctrl-C reaches only us.
+    `command` replaces ``python -m metainfer.engine.process`` (tests). A guardian sees to it that
+    the engine and its workers die with this process, and keeps Ctrl-C from them.
     """
 
     def __init__(
@@ -234,8 +233,8 @@ class ProcessClient(_DemuxClient):
         self._folder = ""
         self._context: Any = None
         self._socket: Any = None
-        self._child: subprocess.Popen[bytes] | None = None
-        self._pidfd = -1
+        self._child: Child | None = None
+        self._watching = False
         self._exited = asyncio.Event()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._encode = msgspec.msgpack.Encoder().encode
@@ -244,7 +243,8 @@ class ProcessClient(_DemuxClient):
     @property
     def pid(self) -> int:
         """Process id of the engine; -1 before it started."""
-        return self._child.pid if self._child is not None else -1
+        pid = self._child.pid if self._child is not None else None
+        return -1 if pid is None else pid
 
     async def start(self) -> EngineInfo:
         """Start the child and wait for its `Ready`.
@@ -273,14 +273,20 @@ class ProcessClient(_DemuxClient):
             raise
 
     def _spawn(self, address: str) -> None:
-        options = canonical_json({"intent": self._intent}) + "\n"
-        self._child = _spawn([*self._command, "--address", address])
-        if self._child.stdin is not None:
-            with suppress(BrokenPipeError):  # it died at once; the pidfd tells
-                self._child.stdin.write(options.encode())
-                self._child.stdin.flush()
-        self._pidfd = os.pidfd_open(self._child.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+        from metainfer.workers.process import spawn
+
+        options = Path(self._folder) / "options.json"
+        options.write_text(canonical_json({"intent": self._intent}) + "\n")
+        # The engine reads its options from standard input, which `spawn` leaves empty.
+        redirect = ("/bin/sh", "-c", 'exec "$@" <"$0"', str(options))
+        self._child = spawn([*redirect, *self._command, "--address", address], name="the engine")
+        asyncio.get_running_loop().add_reader(self._child.fileno(), self._on_exit)
+        self._watching = True
+
+    def _unwatch(self) -> None:
+        if self._watching and self._child is not None:
+            asyncio.get_running_loop().remove_reader(self._child.fileno())
+            self._watching = False
 
     def _keep(self, future: asyncio.Future[Any]) -> None:
         self._tasks.add(future)
@@ -296,82 +302,34 @@ class ProcessClient(_DemuxClient):
             self._keep(sent)
 
     def _on_exit(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self._pidfd = -1
+        self._unwatch()
+        self._exited.set()
         self._keep(asyncio.ensure_future(self._after_exit()))
 
     async def _after_exit(self) -> None:
         # Its last words (Failed, last outputs) may still be in the socket.
         await asyncio.sleep(_DRAIN_AFTER_DEATH_S)
-        code = self._child.wait() if self._child is not None else 0
-        self._exited.set()
-        self._die(_exit_text(code))
+        if self._child is not None:
+            self._die(self._child.describe_exit())
 
     async def close(self, *, drain: bool = True, grace_s: float = 30.0) -> None:
         """Stop the engine: politely, then SIGTERM, then SIGKILL. Removes the private folder."""
-        if self._child is not None and not self._exited.is_set():
-            if self._socket is not None and grace_s > 0:
+        if self._child is not None:
+            if self._socket is not None and grace_s > 0 and not self._exited.is_set():
                 self._send(Stop(drain=drain))
-            for number, wait_s in (
-                (None, grace_s),
-                (signal.SIGTERM, min(grace_s, _KILL_AFTER_S)),
-                (signal.SIGKILL, _KILL_AFTER_S),
-            ):
-                if number is not None:
-                    with suppress(ProcessLookupError):
-                        os.killpg(self._child.pid, number)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._exited.wait(), wait_s)
-                if self._exited.is_set():
-                    break
-        self._release()
-
-    def _release(self) -> None:
+                    await asyncio.wait_for(self._exited.wait(), grace_s)
+            self._unwatch()
+            await asyncio.to_thread(self._child.terminate, min(grace_s, _TERM_S))
         for task in tuple(self._tasks):
             task.cancel()
-        if self._pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
-        if self._child is not None and self._child.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._child.stdin.close()
         if self._socket is not None:
             self._socket.close(linger=0)
             self._context.term()
             self._socket = None
-        shutil.rmtree(self._folder, ignore_errors=True)
-        if self._dead is None:
-            self._die("closed")
-
-
-def _exit_text(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
-
-
-def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    import subprocess
-
-    # stdout belongs to the one who called us (--json prints one document there).
-    return subprocess.Popen(
-        list(command),
-        stdin=subprocess.PIPE,
-        stdout=2,
-        start_new_session=True,
-        preexec_fn=_die_with_parent,
-    )
-
-
-def _die_with_parent() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._die("it was closed")
 
 
 class EngineLike(Protocol):
@@ -432,7 +390,7 @@ class InprocClient(_DemuxClient):
             engine = self._build(lambda progress: self._post(self._receive, progress))
             self._post(self._receive, Ready(engine.start()))
             self._serve(engine)
-            self._post(self._die, "closed")
+            self._post(self._die, "it was closed")
         except UserError as error:
             failed = Failed(
                 error.cause, error.remedy, error.code, error.exit_code, dict(error.to_json())
@@ -476,8 +434,7 @@ class InprocClient(_DemuxClient):
         await asyncio.to_thread(self._thread.join, max(grace_s, 1.0))
         if self._thread.is_alive():
             self._send(Stop(drain=False))
-        if self._dead is None:
-            self._die("closed")
+        self._die("it was closed")
 
 
 def _frozen(value: Any) -> Any:

@@ -60,7 +60,7 @@ def create_app(state: ServerState) -> Gate:
 
 def _add_routes(app: Any, state: ServerState) -> None:
     health = Health(state)
-    for path, handler in (
+    reports: tuple[tuple[str, Any], ...] = (
         ("/health", health.health),
         ("/health/live", health.live),
         ("/health/ready", health.ready),
@@ -69,7 +69,8 @@ def _add_routes(app: Any, state: ServerState) -> None:
         ("/plan", health.plan),
         ("/v1/models", health.models),
         ("/v1/models/{model_id:path}", health.model),
-    ):
+    )
+    for path, handler in reports:
         app.add_api_route(path, handler, methods=["GET"], **openapi.operation(path))
 
     async def body_of(request: Request, kind: Any) -> Any:
@@ -96,11 +97,12 @@ def _add_routes(app: Any, state: ServerState) -> None:
     async def tokenize(request: Request) -> Any:
         return await _tokenize(state, await body_of(request, TokenizeRequest))
 
-    for path, handler in (
+    generating: tuple[tuple[str, Any], ...] = (
         ("/v1/chat/completions", chat),
         ("/v1/completions", completion),
         ("/tokenize", tokenize),
-    ):
+    )
+    for path, handler in generating:
         app.add_api_route(
             path, handler, methods=["POST"], response_model=None, **openapi.operation(path)
         )

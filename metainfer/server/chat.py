@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -40,7 +40,7 @@ class _Chunk(msgspec.Struct):
 _encode = msgspec.json.Encoder().encode
 
 
-async def chat_events(state: ServerState, job: Job, top: int) -> AsyncIterator[bytes]:
+async def chat_events(state: ServerState, job: Job, top: int) -> AsyncGenerator[bytes, None]:
     """Server-sent events of a streamed answer, without the closing ``[DONE]``."""
     begun: set[int] = set()
 
@@ -60,7 +60,7 @@ async def chat_events(state: ServerState, job: Job, top: int) -> AsyncIterator[b
         )
         return b"data: " + _encode(chunk) + b"\n\n"
 
-    async with aclosing(deltas(state, job)) as items:  # type: ignore[type-var]
+    async with aclosing(deltas(state, job)) as items:
         async for choice, delta in items:
             data = b""
             index = choice.index
@@ -91,7 +91,7 @@ async def chat_answer(state: ServerState, job: Job, top: int) -> bytes:
     """The body of an answer in one piece."""
     texts: list[list[str]] = [[] for _ in job.choices]
     logprobs: list[list[dict[str, Any]]] = [[] for _ in job.choices]
-    async with aclosing(deltas(state, job)) as items:  # type: ignore[type-var]
+    async with aclosing(deltas(state, job)) as items:
         async for choice, delta in items:
             texts[choice.index].append(delta.text)
             logprobs[choice.index] += chat_logprobs(job.tools.tokenizer, delta.logprobs, top)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -91,10 +91,10 @@ class _Formatter:
 
 async def completion_events(
     state: ServerState, job: Job, *, echo: bool, top: int | None
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """Server-sent events of a streamed answer, without the closing ``[DONE]``."""
     formatter = _Formatter(job, echo=echo, top=top)
-    async with aclosing(deltas(state, job)) as items:  # type: ignore[type-var]
+    async with aclosing(deltas(state, job)) as items:
         async for choice, delta in items:
             text, block = formatter.format(choice, delta)
             if not text and delta.finish is None and not delta.logprobs:
@@ -119,7 +119,7 @@ async def completion_answer(state: ServerState, job: Job, *, echo: bool, top: in
     blocks = [LegacyLogprobs() for _ in job.choices]
     for block in blocks:
         block.top_logprobs = [] if top else None
-    async with aclosing(deltas(state, job)) as items:  # type: ignore[type-var]
+    async with aclosing(deltas(state, job)) as items:
         async for choice, delta in items:
             text, part = formatter.format(choice, delta)
             texts[choice.index].append(text)

@@ -6,7 +6,7 @@ Leaving the generator early cancels whatever still runs in the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from time import perf_counter
 
@@ -18,7 +18,7 @@ from metainfer.server.state import ServerState
 Item = tuple[Choice, Delta]
 
 
-async def deltas(state: ServerState, job: Job) -> AsyncIterator[Item]:
+async def deltas(state: ServerState, job: Job) -> AsyncGenerator[Item, None]:
     """(choice, delta) as they come, in order within a choice.
 
     Raises:
@@ -41,7 +41,7 @@ async def deltas(state: ServerState, job: Job) -> AsyncIterator[Item]:
         state.metrics.request_done(job, outcome, perf_counter() - started)
 
 
-async def _one(state: ServerState, choice: Choice) -> AsyncIterator[Item]:
+async def _one(state: ServerState, choice: Choice) -> AsyncGenerator[Item, None]:
     metrics = state.metrics
     started = last = perf_counter()
     async with aclosing(state.client.submit(choice.request)) as outputs:  # type: ignore[type-var]
@@ -60,7 +60,7 @@ async def _one(state: ServerState, choice: Choice) -> AsyncIterator[Item]:
                 return
 
 
-async def _many(state: ServerState, job: Job) -> AsyncIterator[Item]:
+async def _many(state: ServerState, job: Job) -> AsyncGenerator[Item, None]:
     merged: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
 
     async def run(choice: Choice) -> None:

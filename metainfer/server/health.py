@@ -72,7 +72,7 @@ class Health:
                 code="loading",
                 retry_after_s=5.0,
             )
-        return _json({"fingerprint": state.fingerprint, **state.info.plan})
+        return _json(state.info.plan)
 
     def _model(self, name: str) -> dict[str, object]:
         info = self._state.info

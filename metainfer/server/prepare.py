@@ -13,7 +13,13 @@ from metainfer.core.errors import RequestError
 from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.protocol import EngineInfo
 from metainfer.engine.text_stream import TextStream, TextTools, expand
-from metainfer.server.schemas import ChatRequest, CompletionRequest, Message, Sampling
+from metainfer.server.schemas import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Sampling,
+)
 from metainfer.server.state import ServerConfig, ServerState
 
 T = TypeVar("T")
@@ -167,30 +173,31 @@ async def completion_job(state: ServerState, body: CompletionRequest) -> Job:
 
 
 async def _prompts(body: CompletionRequest, text: TextTools) -> list[tuple[int, ...]]:
+    encode = text.tokenizer.encode
     prompt = body.prompt
-    items = [prompt] if isinstance(prompt, str) else prompt
-    if all(isinstance(item, int) for item in items):
-        return [tuple(items)]  # type: ignore[arg-type]
-    if len(items) > 128:
-        raise RequestError(
-            f"{len(items)} prompts are given, at most 128 may be.", "Send fewer.", param="prompt"
-        )
-    if not (
-        all(isinstance(item, str) for item in items)
-        or all(isinstance(item, list) for item in items)
-    ):
+    if isinstance(prompt, str):
+        return await off_loop(len(prompt), lambda: [tuple(encode(prompt))])
+    ids = [item for item in prompt if isinstance(item, int)]
+    texts = [item for item in prompt if isinstance(item, str)]
+    lists = [item for item in prompt if isinstance(item, list)]
+    if len(ids) == len(prompt):
+        return [tuple(ids)]
+    if len(texts) < len(prompt) and len(lists) < len(prompt):
         raise RequestError(
             "prompt mixes texts, token ids and lists.",
             "Send one text, a list of texts, token ids, or a list of lists of token ids.",
             param="prompt",
             code="invalid_type",
         )
-    size = sum(len(item) for item in items)  # type: ignore[arg-type]
-    encode = text.tokenizer.encode
-    return await off_loop(
-        size,
-        lambda: [tuple(encode(item) if isinstance(item, str) else item) for item in items],  # type: ignore[arg-type]
-    )
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(
+            f"{len(prompt)} prompts are given, at most {MAX_PROMPTS} may be.",
+            "Send fewer.",
+            param="prompt",
+        )
+    if lists:
+        return [tuple(item) for item in lists]
+    return await off_loop(sum(map(len, texts)), lambda: [tuple(encode(item)) for item in texts])
 
 
 def _job(

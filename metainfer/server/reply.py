@@ -8,7 +8,7 @@ error; after that an error is an event in OpenAI's shape, and the stream ends wi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 
 from starlette.responses import Response
@@ -82,7 +82,7 @@ class JsonReply(_Work):
 class EventReply(_Work):
     """`events` yields whole server-sent events."""
 
-    def __init__(self, events: AsyncIterator[bytes], keep_alive: KeepAlive) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], keep_alive: KeepAlive) -> None:
         super().__init__()
         self._events = events
         self._keep_alive = keep_alive
@@ -112,7 +112,7 @@ class EventReply(_Work):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(self._events) as events:  # type: ignore[type-var]
+            async with aclosing(self._events) as events:
                 async for event in events:
                     await self._write(event)
             await self._write(DONE)

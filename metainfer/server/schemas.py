@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 MAX_MESSAGES = 4096
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 128
 MAX_TOKENS = 2**31 - 1
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]

@@ -50,7 +50,8 @@ class ServerState:
 
     def engine_ready(self, info: EngineInfo, text: TextTools) -> None:
         """The engine said `Ready`: requests are welcome."""
-        self.fingerprint = str(info.plan.get("fingerprint") or digest(info.plan))
+        plan = info.plan.get("plan", info.plan)
+        self.fingerprint = str(plan.get("fingerprint") or digest(plan))
         self.text = text
         self.info = info
         self.phase = "ready"

@@ -36,6 +36,7 @@ from metainfer.engine.protocol import (
 VOCAB = 300
 EOS = 256
 MAX_CONTEXT = 2048
+OPS = {"linear@decode": {"impl": "linear/fake", "quality": "native", "evidence": "ran"}}
 
 
 def reply(request: Request) -> Iterator[int | None]:
@@ -170,7 +171,7 @@ def main() -> int:
     send(Progress("weights", 0.25, "fake"))
     info = EngineInfo(
         intent["model"], VOCAB, MAX_CONTEXT, 65536, 64, (EOS,),
-        {"fingerprint": "fake0123", "intent": intent, "ops": {"linear": "fake"}},
+        {"plan": {"fingerprint": "fake0123", "ops": OPS}, "intent": intent},
         (("weights", 0.25),),
     )  # fmt: skip
     send(Ready(info))

@@ -1,0 +1,146 @@
+"""Flags that describe an engine, and the `Intent` they become. vLLM's spellings are aliases."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from metainfer.core import env
+from metainfer.core.errors import UsageError
+from metainfer.core.intent import Intent
+from metainfer.core.ledger import Origin
+
+ENGINE = Group("Engine", sort_key=2)
+
+Json = Annotated[bool, Parameter(name="--json", negative="", help="print one JSON document")]
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str, flag: str) -> int:
+    """Bytes of ``4G``, ``512MiB``, ``1.5GB``, ``1000``. K, M, G, T count in 1024s.
+
+    Raises:
+        UsageError: not a size, or zero.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * 1024 ** _POWER[match[2].lower()]) if match else 0
+    if size <= 0:
+        raise UsageError(f"{flag} {text!r} is no size.", "Write it like 512MiB or 24GiB.")
+    return size
+
+
+def parse_pairs(items: Sequence[str], flag: str) -> dict[str, str]:
+    """``["a=b"]`` as a mapping.
+
+    Raises:
+        UsageError: no ``=``, an empty side, or a key given twice.
+    """
+    pairs: dict[str, str] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not (equals and key and value):
+            raise UsageError(f"{flag} {item!r} is not of the form KEY=VALUE.", f"See {flag}.")
+        if key in pairs:
+            raise UsageError(f"{flag} gives {key!r} twice.", "Keep one of them.")
+        pairs[key] = value
+    return pairs
+
+
+Positive = Annotated[int | None, Parameter(validator=lambda kind, value: _positive(value))]
+
+
+def _positive(value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError("must be at least 1")
+
+
+def _flag(*names: str, text: str) -> Parameter:
+    return Parameter(name=names, help=text, group=ENGINE, negative="")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """Wishes; each that is left out is decided by the planner, which says why."""
+
+    context: Annotated[
+        Positive, _flag("--context", "--max-model-len", text="tokens one sequence may hold")
+    ] = None
+    concurrency: Annotated[
+        Positive, _flag("--concurrency", "--max-num-seqs", text="sequences running at once")
+    ] = None
+    kv_memory: Annotated[
+        str | None, _flag("--kv-memory", text="memory for the cache, like 512MiB or 24GiB")
+    ] = None
+    chunk_tokens: Annotated[
+        Positive,
+        _flag("--chunk-tokens", "--max-num-batched-tokens", text="most tokens in one step"),
+    ] = None
+    page_tokens: Annotated[
+        Positive, _flag("--page-tokens", "--block-size", text="tokens in one cache page")
+    ] = None
+    threads: Annotated[Positive, _flag("--threads", text="CPU threads")] = None
+    goal: Annotated[
+        Literal["throughput", "latency", "ttft", "context"],
+        _flag("--goal", text="what the plan is made for"),
+    ] = "throughput"
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        _flag("--dtype", text="type of activations"),
+    ] = None
+    platform: Annotated[
+        str | None, _flag("--platform", text="auto, or the name of a platform; fatal if it fails")
+    ] = None
+    op: Annotated[
+        tuple[str, ...],
+        _flag("--op", text="OP=IMPL: use exactly this implementation (repeatable)"),
+    ] = ()
+    layout: Annotated[
+        tuple[str, ...], _flag("--layout", text="ROLE=ID: use exactly this layout (repeatable)")
+    ] = ()
+    allow_fallback: Annotated[
+        tuple[str, ...],
+        _flag("--allow-fallback", text="OP that may take a reference path (repeatable)"),
+    ] = ()
+    no_prefix_cache: Annotated[
+        bool,
+        _flag(
+            "--no-prefix-cache", "--no-enable-prefix-caching", text="never reuse cached prefixes"
+        ),
+    ] = False
+
+    def intent(self, model: str) -> Intent:
+        """The `Intent`, with the origin of each value that the user gave."""
+        given = [name for name in ("context", "concurrency", "dtype") if getattr(self, name)]
+        origins = dict.fromkeys(given, Origin.FLAG)
+        platform = self.platform
+        if platform is not None:
+            origins["platform"] = Origin.FLAG
+        elif env.get("METAINFER_PLATFORM"):
+            platform = env.get("METAINFER_PLATFORM")
+            origins["platform"] = Origin.ENV
+        return Intent(
+            model=model,
+            platform=platform or "auto",
+            goal=self.goal,
+            dtype=self.dtype,
+            context=self.context,
+            concurrency=self.concurrency,
+            kv_bytes=None if self.kv_memory is None else parse_size(self.kv_memory, "--kv-memory"),
+            page_tokens=self.page_tokens,
+            chunk_tokens=self.chunk_tokens,
+            threads=self.threads,
+            prefix_cache=not self.no_prefix_cache,
+            ops=parse_pairs(self.op, "--op"),
+            layouts=parse_pairs(self.layout, "--layout"),
+            allow_fallback=self.allow_fallback,
+            origins=origins,
+        )
+
+
+NO_FLAGS = EngineFlags()
