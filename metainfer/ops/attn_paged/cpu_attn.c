@@ -189,6 +189,21 @@ static int find_keys(const problem *p, int64_t sequence, int64_t head, int64_t b
     return 1;
 }
 
+/* Asks for the keys and values at positions [from, to), which the next block will read: pages lie
+ * anywhere, so the hardware does not guess them. */
+static void prefetch(const problem *p, int64_t sequence, int64_t head, int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i++) {
+        const int64_t page = p->table[sequence * p->table_stride + i / p->page];
+        if (page < 0 || page >= p->pages) return;
+        const int64_t at =
+            page * p->page_stride + i % p->page * p->token_stride + head * p->head_stride;
+        for (int64_t d = 0; d < p->D; d += 16) {
+            __builtin_prefetch(p->k + at + d, 0, 2);
+            __builtin_prefetch(p->v + at + d, 0, 2);
+        }
+    }
+}
+
 /* The first position that a query at `position` sees. */
 MI_INLINE int64_t first_seen(const problem *p, int64_t position) {
     return p->window && position >= p->window ? position - p->window + 1 : 0;
@@ -224,6 +239,10 @@ static int do_block(const problem *p, const task *t, const scratch *w, int64_t b
     const int64_t start = first_seen(p, position);
     const int begin = in_block(start - base), end = in_block(last + 1 - base);
     if (!find_keys(p, t->sequence, t->head, base, begin, end, k, v)) return 0;
+    if (rows <= SPLIT_ROWS) { /* few rows: bound by memory */
+        const int64_t next = base + 2 * KEYS < last + 1 ? base + 2 * KEYS : last + 1;
+        prefetch(p, t->sequence, t->head, base + KEYS, next);
+    }
     for (int64_t d = 0; d < D; d += 16)
         for (int j = 0; j < KEYS; j += 16) transpose_16(k + j, d, w->kt + d * KEYS + j);
     const int steps = (int)((rows + MR - 1) / MR);
