@@ -134,4 +134,4 @@ def normal_bus_id(text: str | None) -> str | None:
     if not text or text.count(":") != 2:
         return None
     domain, rest = text.lower().split(":", 1)
-    return f"{domain[-4:].rjust(4, '0')}:{rest}"
+    return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"

@@ -1,0 +1,1 @@
+"""A vendor package that tests install; see README.md."""
