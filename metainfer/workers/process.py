@@ -155,13 +155,15 @@ def spawn(
     name: str = "",
     environ: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
+    stdin: bytes = b"",
     log: Path | None = None,
     folder: Path | None = None,
 ) -> Child:
     """Start `command` so that it cannot outlive this process.
 
-    Standard input is empty. Output and errors both go to our standard error, because standard
-    output belongs to the one document that a verb prints; or to the end of the file `log`.
+    Standard input holds `stdin`, then ends; secrets belong there and not into the arguments, which
+    every user of the machine can read. Output and errors both go to our standard error, because
+    standard output belongs to the one document that a verb prints; or to the end of the file `log`.
     `pass_fds` keep their numbers in the program; close our copies after the call.
 
     Raises:
@@ -174,26 +176,25 @@ def spawn(
             code="linux_only",
         )
     reading, writing = os.pipe()
-    try:
-        out = _open_log(log)
-        try:
-            process = subprocess.Popen(
-                _guarded(command, writing, pass_fds),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=None if environ is None else dict(environ),
-                pass_fds=(writing, *pass_fds),
-                cwd=folder,
-            )
-        finally:
-            if log is not None:
-                os.close(out)
-    except BaseException:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
+    with contextlib.ExitStack() as held:
+        held.callback(os.close, writing)
+        failed = held.enter_context(contextlib.ExitStack())
+        failed.callback(os.close, reading)
+        out = 2 if log is None else _open_log(log)
+        if log is not None:
+            held.callback(os.close, out)
+        given = _filled(stdin)
+        held.callback(os.close, given)
+        process = subprocess.Popen(
+            _guarded(command, writing, pass_fds),
+            stdin=given,
+            stdout=out,
+            stderr=out,
+            env=None if environ is None else dict(environ),
+            pass_fds=(writing, *pass_fds),
+            cwd=folder,
+        )
+        failed.pop_all()  # the child owns `reading` from here
     return Child(name or Path(command[0]).name, process, reading)
 
 
@@ -204,11 +205,19 @@ def spawn_python(
     name: str = "",
     environ: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
+    stdin: bytes = b"",
     log: Path | None = None,
 ) -> Child:
     """`spawn` of ``python -m module arguments`` with this interpreter."""
     command = [sys.executable, "-m", module, *arguments]
-    return spawn(command, name=name or module, environ=environ, pass_fds=pass_fds, log=log)
+    return spawn(
+        command,
+        name=name or module,
+        environ=environ,
+        pass_fds=pass_fds,
+        stdin=stdin,
+        log=log,
+    )
 
 
 def terminate_all(children: Sequence[Child], grace_s: float = GRACE_S) -> list[int]:
@@ -227,9 +236,16 @@ def _guarded(command: Sequence[str], status: int, passed: Sequence[int]) -> list
     return [sys.executable, "-I", "-S", str(_GUARDIAN), *numbers, "--", *command]
 
 
-def _open_log(log: Path | None) -> int:
-    if log is None:
-        return 2
+def _filled(content: bytes) -> int:
+    """A descriptor that reads as `content`; held in memory, so any length fits and no one waits."""
+    descriptor = os.memfd_create("stdin")
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _open_log(log: Path) -> int:
     try:
         return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError as error:

@@ -314,3 +314,12 @@ def test_environment_is_replaced_when_given(tmp_path: Path) -> None:
     ) as child:
         assert child.wait(10) == 0
     assert log.read_text() == "None this\n"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"x" * 1_000_000])
+def test_standard_input_is_what_was_given(content: bytes, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = "import sys; print(len(sys.stdin.buffer.read()))"
+    with python(code, stdin=content, log=log) as child:
+        assert child.wait(10) == 0
+    assert int(log.read_text()) == len(content)
