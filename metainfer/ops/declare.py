@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from metainfer.kernels.conditions import compiler, device_kind
+from metainfer.core.verdict import Verdict, require
+from metainfer.kernels.conditions import capability, compiler, device_kind, package
+from metainfer.kernels.impl import Context
 
 FLOATS = frozenset({"float32", "bfloat16", "float16", "float64"})
 SHORT = frozenset({"float32", "bfloat16", "float16"})
@@ -19,3 +21,17 @@ C_ON_CPU = (ON_CPU, compiler())
 
 NATIVE_ON_CPU = (ON_CPU,)
 """On a CPU, torch and oneDNN are the device's own library."""
+
+#: Triton kernels: bf16 and asynchronous copies begin with 8.0; older Triton was never tried.
+TRITON = (ON_CUDA, capability((8, 0)), package("triton", (3, 6)))
+
+
+def own_matrix_unit(context: Context) -> Verdict:
+    """The device multiplies matrices of the activation type natively (float32: everywhere)."""
+    device, dtype = context.facts.device, context.request.dtype
+    return require(
+        dtype == "float32" or dtype in (device.dot_types or frozenset()),
+        "dot-type",
+        f"no native {dtype} matrix instruction on {device.name}",
+        element=dtype,
+    )

@@ -2,7 +2,16 @@
 
 from metainfer.kernels.cost import elementwise, extent
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import C_ON_CPU, FLOAT32, FLOATS, NATIVE_ON_CPU, ON_EITHER
+from metainfer.ops.declare import (
+    C_ON_CPU,
+    FLOAT32,
+    FLOATS,
+    NATIVE_ON_CPU,
+    ON_CUDA,
+    ON_EITHER,
+    SHORT,
+    TRITON,
+)
 
 
 def _values(c: Context) -> float:
@@ -10,6 +19,17 @@ def _values(c: Context) -> float:
 
 
 IMPLS = (
+    Impl(
+        op="swiglu",
+        name="triton",
+        load="metainfer.ops.activation.triton:swiglu",
+        provider="triton",
+        dtypes=SHORT,
+        conditions=TRITON,
+        native_when=(ON_CUDA,),
+        graph_safe=True,
+        cost=elementwise(_values, part=0.8),
+    ),
     Impl(
         op="swiglu",
         name="c",

@@ -1,9 +1,21 @@
 """Declared implementations of `attn_paged`."""
 
-from metainfer.kernels.conditions import at_most, custom, multiple_of
-from metainfer.kernels.cost import attention_operations, attention_traffic, roofline
-from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import C_ON_CPU, FLOAT32, FLOATS, NATIVE_ON_CPU, ON_EITHER
+from metainfer.core.step import Phase
+from metainfer.core.verdict import ACCEPT, Verdict
+from metainfer.kernels.conditions import at_most, custom, multiple_of, one_of, shared_memory
+from metainfer.kernels.cost import attention_operations, attention_traffic, extent, roofline, width
+from metainfer.kernels.impl import Condition, Context, Impl
+from metainfer.ops.attn_paged.tiles import HEAD_DIMS, NARROW, SPLIT, WIDE, Tile
+from metainfer.ops.declare import (
+    C_ON_CPU,
+    FLOAT32,
+    FLOATS,
+    NATIVE_ON_CPU,
+    ON_EITHER,
+    SHORT,
+    TRITON,
+    own_matrix_unit,
+)
 
 PAGES = {"kv": "kv-pages@1"}
 WINDOW = frozenset({"window"})
@@ -15,7 +27,56 @@ def _group(context: Context) -> int:
     return hq // hkv if hkv and hq % hkv == 0 else 0
 
 
+def _pages(context: Context) -> Verdict:
+    """A page size, where the request names one, for which the kernel is instantiated."""
+    return ACCEPT if "page" not in context.request.shape else _PAGE_SIZES(context)
+
+
+def _fits(*tiles: Tile) -> Condition:
+    """Every tile fits the card's shared memory at this head width and element size."""
+
+    def check(context: Context) -> Verdict:
+        d = extent(context, "d")
+        needed = max(tile.shared_bytes(d, width(context)) for tile in tiles)
+        return shared_memory(needed)(context)
+
+    return check
+
+
+_PAGE_SIZES = one_of("page", (16, 32, 64))
+_GROUPS = custom("shape", lambda c: 1 <= _group(c) <= 16, "Hq / Hkv must be whole, at most 16")
+_TRITON = (*TRITON, one_of("d", HEAD_DIMS), _pages, _GROUPS)
+
 IMPLS = (
+    Impl(
+        op="attn_paged",
+        name="triton-split",
+        load="metainfer.ops.attn_paged.triton:attn_decode",
+        provider="triton",
+        dtypes=SHORT,
+        phases=frozenset({Phase.DECODE}),
+        conditions=(*_TRITON, _fits(SPLIT)),
+        requires_layout=PAGES,
+        honours=WINDOW,
+        native_when=(own_matrix_unit,),
+        graph_safe=True,
+        cost=roofline(attention_traffic(), attention_operations, launches=2, part=0.75),
+        tile={"m": SPLIT.m, "n": SPLIT.n, "warps": SPLIT.warps, "stages": SPLIT.stages},
+    ),
+    Impl(
+        op="attn_paged",
+        name="triton",
+        load="metainfer.ops.attn_paged.triton:attn_paged",
+        provider="triton",
+        dtypes=SHORT,
+        conditions=(*_TRITON, _fits(WIDE, NARROW)),
+        requires_layout=PAGES,
+        honours=WINDOW,
+        native_when=(own_matrix_unit,),
+        graph_safe=True,
+        cost=roofline(attention_traffic(), attention_operations, part=0.3, compute_part=0.35),
+        tile={"m": WIDE.m, "n": WIDE.n, "warps": WIDE.warps, "stages": WIDE.stages},
+    ),
     Impl(
         op="attn_paged",
         name="c",
@@ -31,7 +92,7 @@ IMPLS = (
         requires_layout=PAGES,
         honours=WINDOW,
         native_when=NATIVE_ON_CPU,
-        cost=roofline(attention_traffic(), attention_operations, part=0.7, compute_part=0.5),
+        cost=roofline(attention_traffic(), attention_operations, part=0.7),
     ),
     Impl(
         op="attn_paged",

@@ -3,7 +3,17 @@
 from metainfer.kernels.conditions import custom, weight_schemes
 from metainfer.kernels.cost import elementwise, extent
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import C_ON_CPU, FLOAT32, FLOATS, NATIVE_ON_CPU, ON_CPU, ON_EITHER
+from metainfer.ops.declare import (
+    C_ON_CPU,
+    FLOAT32,
+    FLOATS,
+    NATIVE_ON_CPU,
+    ON_CPU,
+    ON_CUDA,
+    ON_EITHER,
+    SHORT,
+    TRITON,
+)
 
 
 def _values(c: Context) -> float:
@@ -11,6 +21,18 @@ def _values(c: Context) -> float:
 
 
 IMPLS = (
+    Impl(
+        op="embed",
+        name="triton",
+        load="metainfer.ops.embed.triton:embed",
+        provider="triton",
+        dtypes=SHORT,
+        conditions=TRITON,
+        requires_layout={"weight": "dense@1"},
+        native_when=(ON_CUDA,),
+        graph_safe=True,
+        cost=elementwise(_values, part=0.7),
+    ),
     Impl(
         op="embed",
         name="c",

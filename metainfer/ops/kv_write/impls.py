@@ -2,7 +2,16 @@
 
 from metainfer.kernels.cost import elementwise, extent
 from metainfer.kernels.impl import Context, Impl, Layout
-from metainfer.ops.declare import C_ON_CPU, FLOAT32, FLOATS, NATIVE_ON_CPU, ON_EITHER
+from metainfer.ops.declare import (
+    C_ON_CPU,
+    FLOAT32,
+    FLOATS,
+    NATIVE_ON_CPU,
+    ON_CUDA,
+    ON_EITHER,
+    SHORT,
+    TRITON,
+)
 
 PAGES = {"kv": "kv-pages@1"}
 
@@ -17,6 +26,18 @@ LAYOUTS = (
 )
 
 IMPLS = (
+    Impl(
+        op="kv_write",
+        name="triton",
+        load="metainfer.ops.kv_write.triton:kv_write",
+        provider="triton",
+        dtypes=SHORT,
+        conditions=TRITON,
+        requires_layout=PAGES,
+        native_when=(ON_CUDA,),
+        graph_safe=True,
+        cost=elementwise(_values, part=0.7),
+    ),
     Impl(
         op="kv_write",
         name="c",

@@ -1,11 +1,19 @@
 """Declared implementations of `linear`, and the layouts of packed weights."""
 
-from metainfer.core.verdict import Verdict, require
+from metainfer.core.verdict import ACCEPT, Verdict
 from metainfer.formats.schemes import BLOCKS
 from metainfer.kernels.conditions import package, weight_schemes
 from metainfer.kernels.cost import linear_operations, linear_traffic, roofline, width
 from metainfer.kernels.impl import Context, Impl, Layout, Numerics
-from metainfer.ops.declare import C_ON_CPU, FLOAT32, FLOATS, NATIVE_ON_CPU, ON_CPU, ON_EITHER
+from metainfer.ops.declare import (
+    C_ON_CPU,
+    FLOAT32,
+    FLOATS,
+    NATIVE_ON_CPU,
+    ON_CPU,
+    ON_EITHER,
+    own_matrix_unit,
+)
 
 BIAS = frozenset({"bias"})
 DENSE = {"weight": "dense@1"}
@@ -13,15 +21,9 @@ BLOCKED = frozenset({"Q8_0", "Q4_0", "Q4_1"})
 DECODED = BLOCKED | {"F32", "F16", "BF16"}
 
 
-def _own_matrix_unit(context: Context) -> Verdict:
+def _own_library(context: Context) -> Verdict:
     """The vendor library runs on the device's own instructions for the type."""
-    device, dtype = context.facts.device, context.request.dtype
-    types = device.dot_types or frozenset()
-    return require(
-        device.kind == "cpu" or dtype in types or dtype == "float32",
-        "dot-type",
-        f"no native {dtype} matrix instruction on {device.name}",
-    )
+    return ACCEPT if context.facts.device.kind == "cpu" else own_matrix_unit(context)
 
 
 LAYOUTS = (
@@ -98,7 +100,7 @@ IMPLS = (
         conditions=(ON_EITHER,),
         requires_layout=DENSE,
         honours=BIAS,
-        native_when=(_own_matrix_unit,),
+        native_when=(_own_library,),
         numerics=Numerics.NATIVE,
         graph_safe=True,
         cost=_library,

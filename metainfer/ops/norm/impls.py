@@ -1,8 +1,19 @@
 """Declared implementations of `rmsnorm` and `add_rmsnorm`."""
 
+from metainfer.kernels.conditions import at_most
 from metainfer.kernels.cost import elementwise, extent
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import C_ON_CPU, FLOAT32, FLOATS, NATIVE_ON_CPU, ON_EITHER
+from metainfer.ops.declare import (
+    C_ON_CPU,
+    FLOAT32,
+    FLOATS,
+    NATIVE_ON_CPU,
+    ON_CUDA,
+    ON_EITHER,
+    SHORT,
+    TRITON,
+)
+from metainfer.ops.norm.tiles import MAX_WIDTH
 
 
 def _values(c: Context) -> float:
@@ -14,6 +25,28 @@ def _values_add(c: Context) -> float:
 
 
 IMPLS = (
+    Impl(
+        op="rmsnorm",
+        name="triton",
+        load="metainfer.ops.norm.triton:rmsnorm",
+        provider="triton",
+        dtypes=SHORT,
+        conditions=(*TRITON, at_most("d", MAX_WIDTH)),
+        native_when=(ON_CUDA,),
+        graph_safe=True,
+        cost=elementwise(_values, part=0.8),
+    ),
+    Impl(
+        op="add_rmsnorm",
+        name="triton",
+        load="metainfer.ops.norm.triton:add_rmsnorm",
+        provider="triton",
+        dtypes=SHORT,
+        conditions=(*TRITON, at_most("d", MAX_WIDTH)),
+        native_when=(ON_CUDA,),
+        graph_safe=True,
+        cost=elementwise(_values_add, part=0.8),
+    ),
     Impl(
         op="rmsnorm",
         name="c",

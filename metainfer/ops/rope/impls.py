@@ -2,7 +2,16 @@
 
 from metainfer.kernels.cost import elementwise, extent
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import C_ON_CPU, FLOAT32, FLOATS, NATIVE_ON_CPU, ON_EITHER
+from metainfer.ops.declare import (
+    C_ON_CPU,
+    FLOAT32,
+    FLOATS,
+    NATIVE_ON_CPU,
+    ON_CUDA,
+    ON_EITHER,
+    SHORT,
+    TRITON,
+)
 
 HONOURS = frozenset({"interleaved", "partial"})
 
@@ -12,6 +21,18 @@ def _values(c: Context) -> float:
 
 
 IMPLS = (
+    Impl(
+        op="rope",
+        name="triton",
+        load="metainfer.ops.rope.triton:rope",
+        provider="triton",
+        dtypes=SHORT,
+        conditions=TRITON,
+        honours=HONOURS,
+        native_when=(ON_CUDA,),
+        graph_safe=True,
+        cost=elementwise(_values, part=0.7),
+    ),
     Impl(
         op="rope",
         name="c",

@@ -1,0 +1,53 @@
+"""Tile sizes of the attention kernels, read by kernel, declaration and audit. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEAD_DIMS = (64, 96, 128)
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """`m`: rows of queries (queries x heads of a group); `n`: keys; warps and stages."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, d: int, element: int) -> int:
+        """Upper estimate: keys and values of every stage, and the query and weight tiles."""
+        lanes = 1 << (d - 1).bit_length()
+        streamed = 2 * self.n * lanes * self.stages
+        return (streamed + self.m * (lanes + self.n)) * element
+
+
+WIDE = Tile(m=128, n=64, warps=8, stages=2)  # prefill chunks
+NARROW = Tile(m=16, n=64, warps=4, stages=2)  # few queries per sequence
+SPLIT = Tile(m=16, n=64, warps=4, stages=2)  # one query per sequence, keys cut into splits
+
+
+def rows_for(tile: Tile, group: int) -> int:
+    """The tile's M for `group` heads per cache head: a power of two that holds one query."""
+    return max(tile.m, 1 << (group - 1).bit_length())
+
+
+def prefers_wide(tokens: int, sequences: int, group: int) -> bool:
+    """Enough query rows per sequence to fill half of the wide tile (shapes only: no device)."""
+    return tokens * group >= sequences * WIDE.m // 2
+
+
+def splits_for(programs: int, tiles: int, units: int) -> int:
+    """Into how many parts each sequence's keys are cut: a power of two.
+
+    `programs`: one per sequence and cache head; `tiles`: key tiles of the longest possible
+    context; about two programs per multiprocessor are wanted, each with two tiles or more.
+    """
+    wanted = max(1, 2 * units // max(1, programs))
+    most = max(1, min(MAX_SPLITS, tiles // 2))
+    splits = 1
+    while splits * 2 <= min(wanted, most):
+        splits *= 2
+    return splits
