@@ -61,7 +61,7 @@ def cache_root(env: Mapping[str, str] | None = None) -> Path:
     env = os.environ if env is None else env
     base = env.get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore a relative value.
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    root = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"))
     return root / "metainfer" / "models"
 
 

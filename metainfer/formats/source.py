@@ -86,7 +86,7 @@ def resolve(
     if reference.startswith("random:"):
         parsed = parse_random(reference)
         return ModelSource(reference, "random", "random", None, {}, random=parsed)
-    path = Path(reference).expanduser()
+    path = _expanded(reference)
     if _exists(path):
         return _from_path(reference, path, "path")
     if reference in catalogue.CATALOGUE:
@@ -105,6 +105,11 @@ _FORMS = (
     "Pass a model folder, a .gguf file, the name of a model in the local Hugging Face or "
     "ModelScope cache, a catalogue name, or random:<family>."
 )
+
+
+def _expanded(path: str) -> Path:
+    # Unlike Path.expanduser, leaves an unknown user's home as it is instead of raising.
+    return Path(os.path.expanduser(path))
 
 
 def _exists(path: Path) -> bool:
@@ -174,11 +179,11 @@ def _from_folder(reference: str, folder: Path, origin: Origin) -> ModelSource:
 def _hub_cache(env: Mapping[str, str]) -> Path:
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if env.get(name):
-            return Path(env[name]).expanduser()
+            return _expanded(env[name])
     if env.get("HF_HOME"):
-        return Path(env["HF_HOME"]).expanduser() / "hub"
+        return _expanded(env["HF_HOME"]) / "hub"
     base = env.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "huggingface" / "hub"
+    return (_expanded(base or "~/.cache")) / "huggingface" / "hub"
 
 
 def _in_hub_cache(name: str, env: Mapping[str, str]) -> Path | None:
@@ -203,7 +208,7 @@ def _in_hub_cache(name: str, env: Mapping[str, str]) -> Path | None:
 
 def _in_modelscope_cache(name: str, env: Mapping[str, str]) -> Path | None:
     base = env.get("MODELSCOPE_CACHE")
-    root = Path(base).expanduser() if base else Path.home() / ".cache" / "modelscope" / "hub"
+    root = _expanded(base) if base else _expanded("~/.cache") / "modelscope" / "hub"
     owner, _, model = name.rpartition("/")
     # ModelScope writes dots in a model's name as three underscores.
     for spelling in (model, model.replace(".", "___")):

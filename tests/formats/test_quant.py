@@ -65,6 +65,16 @@ def test_zero_and_constant_rows(scheme: str) -> None:
     assert torch.allclose(again[1], values[1], rtol=2e-3)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ties_and_zero_scales_round_as_the_library(scheme: str) -> None:
+    values = np.zeros((3, 32), dtype=np.float32)
+    values[0, :6] = [127, 0.5, 1.5, 2.5, -0.5, -2.5]  # scale 1 in Q8_0: exact halves
+    values[1] = -0.0
+    values[2] = 5.0
+    ours = quantise(torch.from_numpy(values), scheme).data.numpy()
+    np.testing.assert_array_equal(ours, gguf.quantize(values, gguf.GGMLQuantizationType[scheme]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dense_schemes_are_cast_once(dtype: torch.dtype) -> None:
     for scheme, stored in (("F32", torch.float32), ("F16", torch.half), ("BF16", torch.bfloat16)):

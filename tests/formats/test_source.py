@@ -53,7 +53,7 @@ def test_a_name_in_the_hub_cache(tmp_path: Path, variable: str) -> None:
     (repo / "refs" / "main").write_text("abc123\n")
     source = resolve("org/name-1.5", env=env)
     assert source.path == repo / "snapshots" / "abc123" and source.origin == "hub-cache"
-    (repo / "refs" / "main").write_text("../other")
+    (repo / "refs" / "main").write_text("../snapshots/other")
     with pytest.raises(ModelError, match="no downloaded snapshot"):
         resolve("org/name-1.5", env=env)
 
@@ -133,6 +133,10 @@ def test_unknown_references(tmp_path: Path) -> None:
     assert "Did you mean" not in str(caught.value) and "smollm2-135m" in caught.value.remedy
     with pytest.raises(ModelError, match=r"no file or folder '\./gone\.gguf'"):
         resolve("./gone.gguf", env=env)
+    with pytest.raises(ModelError, match="is no path"):
+        resolve("a" * 5000, env=env)
+    with pytest.raises(ModelError, match="no file or folder '~no-such-user/m'"):
+        resolve("~no-such-user/m", env=env)
     with pytest.raises(UsageError):
         resolve("", env=env)
     with pytest.raises(UsageError):
