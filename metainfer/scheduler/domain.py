@@ -27,6 +27,7 @@ class Domain:
         first = index * kv.sizes.slots
         self._slots = list(range(first, first + min(max_running, kv.sizes.slots)))  # heap
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap
+        self._room: list[int] | None = None  # unclaimed pages per group, within one step
         self._blocked: tuple[int, int] | None = None  # (head's index, kv.released) that failed
 
     # -- queue -------------------------------------------------------------------------------------
@@ -48,6 +49,10 @@ class Domain:
 
     # -- admission ---------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """Forget what was computed about room; pages moved since."""
+        self._room = None
+
     def next_admissible(self) -> tuple[Sequence, Hit] | None:
         """The head of the queue and its hit, if a slot and room for its prompt exist now."""
         seq = self.head()
@@ -58,21 +63,25 @@ class Domain:
             return None
         assert seq.prefix is not None
         hit = self.kv.match(seq.prefix, seq.known if seq.uses_cache else 1)
-        if not self._has_room(seq, hit):
+        lack = self.kv.missing(min(seq.known + 1, seq.stop_at), hit)
+        if self._room is None:
+            self._room = self._unclaimed()
+        if any(
+            need + len(self.running) > have for need, have in zip(lack, self._room, strict=True)
+        ):
             self._blocked = state
             return None
+        self._room = [have - need for need, have in zip(lack, self._room, strict=True)]
         return seq, hit
 
-    def _has_room(self, seq: Sequence, hit: Hit) -> bool:
-        lack = self.kv.missing(min(seq.known + 1, seq.stop_at), hit)
-        room = [pool.available - len(self.running) for pool in self.kv.pools]
-        if not self.running:
-            room = [pool.available for pool in self.kv.pools]
+    def _unclaimed(self) -> list[int]:
+        """Pages per group that no running prompt still needs."""
+        room = [pool.available for pool in self.kv.pools]
         for other in self.running:
             if other.due > 1 and other.account is not None:
                 for i, pages in enumerate(self.kv.shortfall(other.account, other.known)):
                     room[i] -= pages
-        return all(need <= have for need, have in zip(lack, room, strict=True))
+        return room
 
     def admit(self, seq: Sequence) -> None:
         """Move the head from queue to running list and give it a slot."""

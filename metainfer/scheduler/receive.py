@@ -35,7 +35,7 @@ class Receiver:
             seq.in_flight -= 1
             if seq.done:
                 continue
-            output = self._settle(seq, epoch, run, answer)
+            output = self._plain(seq, epoch, run, answer) or self._settle(seq, epoch, run, answer)
             if output is None:
                 continue
             outputs.append(output)
@@ -51,6 +51,36 @@ class Receiver:
             if ended:
                 domain.sweep()
         return outputs
+
+    def _plain(
+        self, seq: Sequence, epoch: int, run: TokenRun, answer: RunResult
+    ) -> RequestOutput | None:
+        """The common case, short of everything it does not need: one more token, no end."""
+        tokens, start, account = answer.tokens, run.start, seq.account
+        count = len(seq.tokens)
+        if (
+            len(tokens) != 1
+            or run.drafts
+            or seq.hold
+            or start + 1 != count
+            or len(run.tokens) != 1
+            or epoch != seq.epoch
+            or account is None
+            or start < seq.prompt_len
+            or count + 1 >= seq.limit
+            or tokens[0] in seq.stops
+            or answer.error
+        ):
+            return None
+        seq.tokens.append(tokens[0])  # `known` counted it when it was planned
+        account.length = count
+        if count >= account.border:
+            self._scheduler.domains[seq.domain].kv.commit(account, count)
+        self._scheduler.counters.generated_tokens += 1
+        index = count - seq.prompt_len
+        return RequestOutput(
+            seq.request_id, tokens, index, answer.logprobs, (), None, None, seq.cached_tokens
+        )
 
     def _settle(
         self, seq: Sequence, epoch: int, run: TokenRun, answer: RunResult

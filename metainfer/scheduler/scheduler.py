@@ -177,6 +177,7 @@ class Scheduler:
         if len(self._flights) >= DEPTH:
             raise InternalError("schedule was called a third time without a commit")
         for domain in self.domains:
+            domain.begin_step()
             while (found := domain.next_admissible()) is not None:
                 self._admit(domain, *found)
         prompts, decodes = [], []
