@@ -1,0 +1,1 @@
+"""One file per check; each has `check(inputs) -> list[Finding]` and never raises."""

@@ -1,0 +1,80 @@
+"""What the checks look at, read once. The checks themselves are pure.
+
+For a machine from a file only the facts are given; everything about *this* process and host is then
+None, and the checks that need it have nothing to say about that machine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from metainfer.core import env
+from metainfer.core.ledger import Loser
+from metainfer.platform.discovery import Selected
+from metainfer.platform.facts import Facts
+from metainfer.platform.probe_host import HostProbe, probe_host, read_text
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The file system below the cache folder. `writable` is about its nearest existing parent."""
+
+    folder: Path
+    free_bytes: int | None
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """This host and this process, beyond the facts."""
+
+    environ: Mapping[str, str]
+    host: HostProbe
+    disk: Disk
+    huge_pages: str | None = None  # text of /sys/kernel/mm/transparent_hugepage/enabled
+    cmdline: str | None = None
+    platform_losers: tuple[Loser, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Facts of the machine in question, and `local` when it is this one."""
+
+    facts: Facts
+    local: Local | None = None
+
+
+def gather(
+    selected: Selected,
+    environ: Mapping[str, str] | None = None,
+    root: Path = Path("/"),
+) -> Inputs:
+    """Read this machine. Never raises but for what the platform itself raises."""
+    variables = dict(os.environ if environ is None else environ)
+    return Inputs(
+        facts=selected.platform.facts(),
+        local=Local(
+            environ=variables,
+            host=probe_host(root),
+            disk=probe_disk(env.cache_dir(variables)),
+            huge_pages=read_text(root / "sys/kernel/mm/transparent_hugepage/enabled"),
+            cmdline=read_text(root / "proc/cmdline"),
+            platform_losers=selected.losers,
+        ),
+    )
+
+
+def probe_disk(folder: Path) -> Disk:
+    """Space and permission where `folder` is or would be made. Never raises."""
+    place = folder.absolute()
+    try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        free = shutil.disk_usage(place).free
+    except OSError:
+        return Disk(folder, None, False)
+    return Disk(folder, free, place.is_dir() and os.access(place, os.W_OK | os.X_OK))
