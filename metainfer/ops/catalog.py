@@ -6,6 +6,7 @@ A declaration that cannot be imported is fatal, never a candidate that disappear
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from functools import cache
 from types import ModuleType
@@ -13,6 +14,7 @@ from types import ModuleType
 from metainfer import ops
 from metainfer.core.errors import InternalError
 from metainfer.kernels.registry import Registry
+from metainfer.kernels.variant import Variant
 
 
 def folders() -> tuple[str, ...]:
@@ -31,6 +33,16 @@ def builtin_registry() -> Registry:
         for impl in declared.IMPLS:
             registry.add(impl)
     return registry
+
+
+def all_variants() -> tuple[Variant, ...]:
+    """Every ``VARIANTS`` of the folders that have an ``audit`` module: what is cross-compiled."""
+    found: list[Variant] = []
+    for folder in folders():
+        name = f"metainfer.ops.{folder}.audit"
+        if importlib.util.find_spec(name) is not None:
+            found += importlib.import_module(name).VARIANTS
+    return tuple(found)
 
 
 @cache

@@ -37,7 +37,8 @@ def _fits(*tiles: Tile) -> Condition:
 
     def check(context: Context) -> Verdict:
         d = extent(context, "d")
-        needed = max(tile.shared_bytes(d, width(context)) for tile in tiles)
+        capability = context.facts.device.capability
+        needed = max(tile.shared_bytes(d, width(context), capability) for tile in tiles)
         return shared_memory(needed)(context)
 
     return check

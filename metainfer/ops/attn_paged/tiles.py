@@ -17,16 +17,21 @@ class Tile:
     warps: int
     stages: int
 
-    def shared_bytes(self, d: int, element: int) -> int:
-        """Upper estimate: keys and values of every stage, and the query and weight tiles."""
+    def shared_bytes(self, d: int, element: int, capability: tuple[int, int] | None) -> int:
+        """Upper estimate: key and value buffers, and the query and weight tiles.
+
+        The pipeline holds one buffer less than it has stages, except where the product runs
+        asynchronously and keeps its operand (wgmma, capability 9.x). The audit checks it.
+        """
         lanes = 1 << (d - 1).bit_length()
-        streamed = 2 * self.n * lanes * self.stages
+        buffers = self.stages if capability is None or capability[0] == 9 else self.stages - 1
+        streamed = 2 * self.n * lanes * buffers
         return (streamed + self.m * (lanes + self.n)) * element
 
 
 WIDE = Tile(m=128, n=64, warps=8, stages=2)  # prefill chunks
-NARROW = Tile(m=16, n=64, warps=4, stages=2)  # few queries per sequence
-SPLIT = Tile(m=16, n=64, warps=4, stages=2)  # one query per sequence, keys cut into splits
+NARROW = Tile(m=16, n=64, warps=4, stages=3)  # few queries per sequence
+SPLIT = Tile(m=16, n=64, warps=4, stages=3)  # one query per sequence, keys cut into splits
 
 
 def rows_for(tile: Tile, group: int) -> int:

@@ -1,0 +1,49 @@
+"""A kernel at fixed types, constants and launch options: what the compile audit builds. No torch.
+
+Each folder with compiled kernels lists its variants in ``audit.py`` (``VARIANTS``): the shapes that
+shipped plans choose. `args` maps every parameter in order to its type (``*bf16``, ``i32``,
+``fp32``; an integer type with ``:16`` is a multiple of 16, as Triton specialises it) or to the
+value of a constant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from metainfer.core.digest import canonical_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """`impl`: implementation id it belongs to. `kernel`: ``module:function``. `shape`, `dtype`: of
+    the request that leads here, so that the implementation's conditions can be asked. `mma`: the
+    kind of matrix instruction that must appear (``""`` for none). `spill_bytes`: the most that is
+    explained, see `why`.
+    """
+
+    impl: str
+    name: str
+    kernel: str
+    args: Mapping[str, str | int | bool]
+    warps: int
+    stages: int = 3
+    dtype: str = "bfloat16"
+    shape: Mapping[str, int]
+    mma: str = ""
+    spill_bytes: int = 0
+    why: str = ""
+
+    def source(self) -> str:
+        """Hash of the folder's kernel files and of this variant."""
+        module = find_spec(self.kernel.partition(":")[0])
+        assert module is not None and module.origin is not None
+        path = Path(module.origin)
+        text = b"".join(
+            file.read_bytes() for file in (path, path.with_name("tiles.py")) if file.exists()
+        )
+        spec = canonical_json([self.kernel, list(self.args.items()), self.warps, self.stages])
+        return hashlib.sha256(text + spec.encode()).hexdigest()[:16]
