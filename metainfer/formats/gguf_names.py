@@ -5,6 +5,7 @@ Source: llama.cpp's `gguf-py/gguf/tensor_mapping.py` and `convert_hf_to_gguf.py`
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -188,9 +189,11 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
 
 def _rope_scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
     """Rope scaling in Hugging Face words. Factors kept as a tensor are named, never dropped."""
-    if "rope_freqs.weight" in header.tensors:
-        return {"rope_type": "gguf_factors", "tensor": "rope_freqs.weight"}
     metadata = header.metadata
+    if "rope_freqs.weight" in header.tensors:
+        theta = _real(metadata, f"{prefix}.rope.freq_base", 10000.0)
+        found = _llama3_scaling(_read_floats(header.tensors["rope_freqs.weight"]), theta)
+        return found or {"rope_type": "gguf_factors", "tensor": "rope_freqs.weight"}
     kind = metadata.get(f"{prefix}.rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -201,3 +204,39 @@ def _rope_scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
     if isinstance(original, int):
         scaling["original_max_position_embeddings"] = original
     return scaling
+
+
+def _read_floats(info: TensorInfo) -> tuple[float, ...]:
+    """The numbers of a small F32 tensor; none for another scheme or a large one."""
+    if info.scheme != "F32" or info.nbytes > 4096:
+        return ()
+    with info.file.open("rb") as stream:
+        stream.seek(info.offset)
+        raw = stream.read(info.nbytes)
+    return struct.unpack(f"<{len(raw) // 4}f", raw)
+
+
+def _llama3_scaling(factors: tuple[float, ...], theta: float) -> dict[str, Any] | None:
+    """Llama 3's scaling when it gives exactly these factors, else None.
+
+    llama.cpp's converter stores, per frequency, by how much it is slowed down; Llama 3.1 to 3.3
+    all have low 1, high 4 and 8192 original positions, and differ in the largest factor.
+    """
+    low, high, original = 1.0, 4.0, 8192
+    largest = max(factors, default=0.0)
+    if not 1.0 < largest < 1e6:
+        return None
+    for place, stored in enumerate(factors):
+        wavelength = 2 * math.pi * theta ** (place / len(factors))
+        smooth = (original / wavelength - low) / (high - low)
+        smooth = min(1.0, max(0.0, smooth))
+        expected = 1 / ((1 - smooth) / largest + smooth)
+        if not math.isclose(stored, expected, rel_tol=1e-5):
+            return None
+    return {
+        "rope_type": "llama3",
+        "factor": largest,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

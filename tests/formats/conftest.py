@@ -40,7 +40,14 @@ LLAMA_KEYS = {
 }
 
 
-def write_gguf(path: Path, arch: str = "llama", *, tied: bool = False, **extra: Any) -> Path:
+def write_gguf(
+    path: Path,
+    arch: str = "llama",
+    *,
+    tied: bool = False,
+    rope_factors: Any = None,
+    **extra: Any,
+) -> Path:
     """A two-layer GGUF model by the `gguf` library, weights from a fixed generator."""
     import gguf
     import numpy as np
@@ -65,6 +72,8 @@ def write_gguf(path: Path, arch: str = "llama", *, tied: bool = False, **extra: 
             scheme = gguf.GGMLQuantizationType[kind]
             writer.add_tensor(name, gguf.quantize(values, scheme), raw_dtype=scheme)
 
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.asarray(rope_factors, dtype=np.float32))
     add("token_embd.weight", 50, 64, kind="Q8_0")
     add("output_norm.weight", 64)
     if not tied:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -113,6 +114,38 @@ def test_config_of_variants(gguf_file: Write) -> None:
         "rope_type": "yarn",
         "original_max_position_embeddings": 64,
     }
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_scaling_is_recovered_from_its_factors(gguf_file: Write, factor: float) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    # Their frequencies against the plain ones are what llama.cpp's converter stores.
+    oracle = LlamaConfig(
+        hidden_size=512, num_attention_heads=4, rope_parameters={**scaling, "rope_theta": 5e5}
+    )
+    slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](oracle, "cpu")
+    plain = np.float32(5e5) ** -(np.arange(0, 128, 2, dtype=np.float32) / np.float32(128))
+    factors = plain / slowed.numpy()
+    config = hugging_face_config(read_header(gguf_file("llama", rope_factors=factors)))
+    assert config["rope_scaling"] == {**scaling, "factor": pytest.approx(factor, rel=1e-5)}
+    factors[20] *= 1.01
+    config = hugging_face_config(read_header(gguf_file("llama", rope_factors=factors)))
+    assert config["rope_scaling"] == {"rope_type": "gguf_factors", "tensor": "rope_freqs.weight"}
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 8, [0.0], [float("nan")] * 8, [float("inf")] * 8, []])
+def test_other_rope_factors_are_named_not_dropped(gguf_file: Write, factors: list[float]) -> None:
+    config = hugging_face_config(read_header(gguf_file("llama", rope_factors=factors)))
+    assert config["rope_scaling"]["rope_type"] == "gguf_factors"
 
 
 def test_only_llama_style_rows_are_permuted(gguf_file: Write) -> None:

@@ -77,6 +77,15 @@ def test_qwen_composes_characters_first() -> None:
     assert other.encode("cafe\u0301") != other.encode("caf\u00e9")
 
 
+def test_whole_words_are_looked_up_where_the_rule_says() -> None:
+    extra = {"tokens": [*PRE["tokens"], "qzqz"]}  # no merge makes it
+    size = len(PRE["tokens"])
+    whole = Tokenizer.from_gguf_metadata(small("llama-bpe", **extra))
+    merged = Tokenizer.from_gguf_metadata(small("glm4", **extra))
+    assert whole.encode("qzqz") == [size]
+    assert size not in merged.encode("qzqz")
+
+
 def test_bos_default_follows_the_rule_and_the_key_wins() -> None:
     size = len(PRE["tokens"])
     extra = {"tokens": [*PRE["tokens"], "<bos>", "<eos>"], "bos_token_id": size}
