@@ -314,6 +314,8 @@ class ProcessClient(_DemuxClient):
 
     async def close(self, *, drain: bool = True, grace_s: float = 30.0) -> None:
         """Stop the engine: politely, then SIGTERM, then SIGKILL. Removes the private folder."""
+        if not drain:
+            self._die("the server stops")  # open streams learn it now, not after the grace period
         if self._child is not None:
             if self._socket is not None and grace_s > 0 and not self._exited.is_set():
                 self._send(Stop(drain=drain))

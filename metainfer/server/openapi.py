@@ -73,7 +73,8 @@ def operation(path: str) -> dict[str, Any]:
     if path == "/metrics":
         content = {"text/plain": {"schema": {"type": "string"}}}
     if generates:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+        content["text/event-stream"] = {"schema": event}
     responses[200] = {"description": "Done.", "content": content}
     extra: dict[str, Any] = {}
     if path in _BODIES:
@@ -118,7 +119,13 @@ def _drop_default_errors(document: dict[str, Any]) -> None:
 
 
 def _narrow(schemas: dict[str, Any], state: ServerState) -> None:
-    """Put in what only the running server knows: model names, vocabulary, context."""
+    """Put in what only the running server knows: model names, context."""
     names = list(state.config.model_names)
     for kind in _BODIES.values():
-        schemas[kind.__name__]["properties"]["model"] = {"type": "string", "enum": names}
+        properties = schemas[kind.__name__]["properties"]
+        properties["model"] = {"type": "string", "enum": names}
+        for field in ("max_tokens", "max_completion_tokens"):
+            if state.info is not None and field in properties:
+                for option in properties[field]["anyOf"]:
+                    if option["type"] == "integer":
+                        option["maximum"] = state.info.max_context

@@ -25,6 +25,7 @@ from metainfer.server.state import ServerConfig, ServerState
 T = TypeVar("T")
 
 _INLINE_CHARS = 4096
+_RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 _LEGACY_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -111,6 +112,13 @@ def encode_chat(
     variables: dict[str, Any] | None,
 ) -> list[int]:
     """Prompt ids of a conversation. Raises `RequestError` with the template's own message."""
+    for name in variables or ():
+        if name in _RESERVED or not name.isidentifier():
+            raise RequestError(
+                f"Template variable {name[:100]!r} cannot be set.",
+                "Use another name in chat_template_kwargs.",
+                param="chat_template_kwargs",
+            )
     prompt = text.template.render(
         plain_messages(messages),
         add_generation_prompt=add_generation_prompt is not False,

@@ -71,6 +71,7 @@ class Fake:
         self.options = options
         self.live: dict[str, tuple[Request, Iterator[int | None], int]] = {}
         self.steps = self.generated = self.prompted = 0
+        self.dying = False
         self.log = open(options.log, "a", buffering=1) if options.log else None  # noqa: SIM115
 
     def note(self, text: str) -> None:
@@ -99,7 +100,7 @@ class Fake:
             outputs.append(output)
             self.generated += len(output.tokens)
             if 0 < self.options.die_at <= index + len(output.tokens):
-                os._exit(3)
+                self.dying = True
         self.steps += 1
         return Outputs(
             tuple(outputs),
@@ -161,6 +162,7 @@ def main() -> int:
 
     send(Progress("weights"))
     if options.die_at_start:
+        time.sleep(0.2)
         os._exit(7)
     while options.hang_at_start:
         time.sleep(1)
@@ -198,6 +200,9 @@ def main() -> int:
         if options.step_ms:
             time.sleep(options.step_ms / 1000)
         send(fake.step())
+        if fake.dying:
+            time.sleep(0.2)  # let the socket's thread hand over what was sent
+            os._exit(3)
 
 
 if __name__ == "__main__":

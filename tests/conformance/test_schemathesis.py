@@ -1,0 +1,36 @@
+"""schemathesis against ``/openapi.json``: declared answers only, no 5xx, bad data refused.
+
+Left out: "valid data is accepted". JSON Schema cannot say that two fields must agree
+(`top_logprobs` and `logprobs`, prompt and `max_tokens` against the context).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from fake_server import Running, call
+
+
+def test_schemathesis(server: Running, tmp_path: Path) -> None:
+    st = Path(sys.executable).with_name("st")
+    command = [str(st), "run", f"{server.url}/openapi.json", "--phases", "coverage,fuzzing"]
+    command += ["--max-examples", "10", "--seed", "1"]
+    command += ["--exclude-checks", "positive_data_acceptance"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_document_describes_what_it_must(server: Running) -> None:
+    document = call(server.port, "GET", "/openapi.json").json
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        answers = document["paths"][path]["post"]["responses"]
+        assert "text/event-stream" in answers["200"]["content"]
+        assert {"400", "404", "413", "415", "429", "503"} <= set(answers)
+        assert "422" not in answers
+    chat = document["components"]["schemas"]["ChatRequest"]
+    assert chat["additionalProperties"] is False
+    bounds = {option.get("maximum") for option in chat["properties"]["n"]["anyOf"]}
+    assert 16 in bounds
+    assert chat["properties"]["messages"]["maxItems"] == 4096
