@@ -1,0 +1,110 @@
+"""Which modules must import without torch, transformers and triton. Every module is in one list.
+
+A module of a starred room is starred, and so is every package (``__init__`` imports nothing).
+In a mixed room each module must be named (patterns of `fnmatch`), as starred or as heavy; a new one
+that is in neither list fails the test, so that the question is asked once, when it is new.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from tree import packages
+
+STARRED_ROOMS = (
+    "core",
+    "platform",
+    "workers",
+    "text",
+    "kernels",
+    "scheduler",
+    "planner",
+    "kv.book",
+    "doctor",
+    "server",
+    "cli",
+)
+
+STARRED = (
+    "formats.catalogue",
+    "formats.gguf_header",
+    "formats.gguf_names",
+    "formats.index",
+    "formats.safetensors_header",
+    "formats.schemes",
+    "formats.source",
+    "models.arch",
+    "models.registry",
+    "models.*.arch",
+    "models.*.placement",
+    "models.*.shapes",
+    "models.common.config",
+    "ops.catalog",
+    "ops.declare",
+    "ops.*.impls",
+    "ops.*.tiles",
+    "ops.*.audit",
+    "comm.plan*",
+    "comm.model*",
+    "comm.topology*",
+    "engine.client",
+    "engine.protocol",
+    "engine.text_stream",
+    "executor.null",
+    "executor.protocol",
+    "executor.slots",
+)
+
+HEAVY = (
+    "formats.checkpoint",
+    "formats.quant",
+    "models.*.model",
+    "models.*.build",
+    "models.*.weights",
+    "models.common.*",
+    "ops.case",
+    "ops.common",
+    "ops.qualify",
+    "ops.trace",
+    "ops.*.ref",
+    "ops.*.cases",
+    "ops.*.torch_*",
+    "ops.*.cpu_*",
+    "ops.*.triton*",
+    "ops.*.cuda*",
+    "ops.*.vendor_*",
+    "ops.linear.onednn_layout",
+    "ops.linear.packed",
+    "ops.rope.tables",
+    "ops.sample.draw",
+    "ops.sample.inputs",
+    "engine.engine",
+    "engine.machine",
+    "engine.process",
+    "executor.assemble",
+    "executor.graphs",
+    "executor.inputs",
+    "executor.loading",
+    "executor.local",
+    "executor.sampler",
+    "kv.store.*",
+    "bench.*",
+    "verifier.*",
+)
+
+
+def in_starred_room(module: str) -> bool:
+    return any(module == room or module.startswith(room + ".") for room in STARRED_ROOMS)
+
+
+def is_starred(module: str) -> bool:
+    return (
+        in_starred_room(module)
+        or module in packages()
+        or any(fnmatchcase(module, pattern) for pattern in STARRED)
+    )
+
+
+def is_named(module: str) -> bool:
+    """In a starred room or matched by one of the lists."""
+    return is_starred(module) or any(fnmatchcase(module, pattern) for pattern in HEAVY)
