@@ -6,8 +6,8 @@ compiler's version, the flags and this CPU's features. Two processes may build a
 writes its own temporary file and renames it into place.
 
 Probing never raises: a missing compiler or a failing build is a `Verdict` with a reason.
-Imports without torch. A caller that wants to share torch's OpenMP threads imports torch first;
-the library then binds to the ``libgomp`` that torch has loaded.
+Every library that exports ``mi_set_runner`` is handed the process's one thread pool (``pool.c``).
+Imports without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from metainfer.core.errors import UserError
 from metainfer.core.verdict import ACCEPT, Verdict, reject
 
 CANDIDATES = ("cc", "gcc", "clang")
-BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi")
+POOL = Path(__file__).with_name("pool.c")
+BASE_FLAGS = (
+    *("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread"),
+    *("-fno-math-errno", "-Wno-psabi"),
+)
 TIMEOUT_S = 120.0
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
@@ -50,16 +54,12 @@ class NativeError(UserError):
 class Compiler:
     """A C compiler that has produced a loadable library here.
 
-    `flags` are those it accepted: CPU targeting, and OpenMP if it has it.
+    `flags`: how it is told to target this CPU.
     """
 
     command: tuple[str, ...]
     version: str
     flags: tuple[str, ...]
-
-    @property
-    def openmp(self) -> bool:
-        return "-fopenmp" in self.flags
 
 
 def cpu_features() -> frozenset[str]:
@@ -116,17 +116,15 @@ def _error_line(output: str) -> str:
 
 
 def _accepted_flags(command: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The richest flag set with which `command` builds a trivial library; None if none."""
+    """The first flag set with which `command` builds a trivial library; None if none."""
     targets = (("-march=native",), ("-mcpu=native",), ())
     with tempfile.TemporaryDirectory(prefix="metainfer-cc-") as folder:
         source = Path(folder, "probe.c")
         source.write_text("int probe(int x) { return x + 1; }\n", encoding="ascii")
-        for openmp in (("-fopenmp",), ("-pthread",)):
-            for target in targets:
-                flags = (*target, *openmp)
-                out = str(Path(folder, "probe.so"))
-                if _run([*command, *BASE_FLAGS, *flags, str(source), "-o", out, "-lm"])[0] == 0:
-                    return flags
+        for flags in targets:
+            out = str(Path(folder, "probe.so"))
+            if _run([*command, *BASE_FLAGS, *flags, str(source), "-o", out, "-lm"])[0] == 0:
+                return flags
     return None
 
 
@@ -240,13 +238,27 @@ def _load(
     return _open(target) if verdict.accepted else (None, verdict)
 
 
+def _share_pool(library: ctypes.CDLL, cc: str, folder: str) -> Verdict:
+    """Hands the pool to a library that wants it."""
+    if not hasattr(library, "mi_set_runner"):
+        return ACCEPT
+    pool, verdict = _load(POOL, (), cc, folder)
+    if pool is not None:
+        library.mi_set_runner(ctypes.cast(pool.mi_pool_run, ctypes.c_void_p))
+    return verdict
+
+
 def try_load(source: Path, *, defines: tuple[str, ...] = ()) -> tuple[ctypes.CDLL | None, Verdict]:
     """The library of `source`, built if it is not in the cache, with the verdict. Never raises.
 
     `defines` become ``-D`` flags, so each set is a library of its own. The answer is remembered
     for the life of the process.
     """
-    return _load(source, defines, os.environ.get("CC", ""), str(cache_folder()))
+    cc, folder = os.environ.get("CC", ""), str(cache_folder())
+    library, verdict = _load(source, defines, cc, folder)
+    if library is not None:
+        verdict = _share_pool(library, cc, folder)
+    return (library if verdict.accepted else None), verdict
 
 
 def load(source: Path, *, defines: tuple[str, ...] = ()) -> ctypes.CDLL:

@@ -1,8 +1,7 @@
 /* Sixteen float lanes on any CPU, and a parallel region, for the C kernels of the ops.
  *
  * `v16` is one AVX-512 register, or an array of the widest vectors that the compiler targets
- * (AVX: 2 x 8, SSE2/NEON: 4 x 4). Define MI_PORTABLE to take the second form on any CPU,
- * MI_PTHREADS to do without OpenMP.
+ * (AVX: 2 x 8, SSE2/NEON: 4 x 4). Define MI_PORTABLE to take the second form on any CPU.
  * Both forms do the same operations in the same order; they differ where fused multiply-add does.
  */
 #ifndef MI_CPU_COMMON_H
@@ -30,55 +29,24 @@
 
 /* ---- threads ------------------------------------------------------------------------------ */
 
-typedef void (*mi_task)(void *context, int thread, int threads);
+typedef void (*mi_task)(void *context, int part, int parts);
+typedef void (*mi_runner)(mi_task task, void *context, int parts, int threads);
 
-#if defined(_OPENMP) && !defined(MI_PTHREADS)
-#include <omp.h>
-/* Runs `task` on `threads` threads of the OpenMP pool that torch also uses. */
-static inline void mi_parallel(mi_task task, void *context, int threads) {
-    if (threads <= 1) {
-        task(context, 0, 1);
-        return;
-    }
-#pragma omp parallel num_threads(threads)
-    task(context, omp_get_thread_num(), omp_get_num_threads());
-}
-#else
-#include <pthread.h>
-typedef struct {
-    mi_task task;
-    void *context;
-    int thread, threads;
-} mi_start;
-static void *mi_enter(void *argument) {
-    mi_start *start = argument;
-    start->task(start->context, start->thread, start->threads);
-    return NULL;
-}
-/* Without OpenMP: threads made for the call (about 20 us each); a part whose thread cannot be
- * made runs on the caller. */
-static inline void mi_parallel(mi_task task, void *context, int threads) {
-    enum { MOST = 256 };
-    pthread_t made[MOST];
-    int running[MOST];
-    mi_start starts[MOST];
-    if (threads > MOST) threads = MOST;
-    for (int i = 1; i < threads; i++) {
-        starts[i] = (mi_start){task, context, i, threads};
-        running[i] = pthread_create(&made[i], NULL, mi_enter, &starts[i]) == 0;
-    }
-    task(context, 0, threads < 1 ? 1 : threads);
-    for (int i = 1; i < threads; i++) {
-        if (running[i]) pthread_join(made[i], NULL);
-        else mi_enter(&starts[i]);
-    }
-}
-#endif
+static mi_runner mi_pool;
+/* Called once after loading: the pool that all libraries of the process share (kernels/pool.c). */
+MI_EXPORT void mi_set_runner(mi_runner runner);
+void mi_set_runner(mi_runner runner) { mi_pool = runner; }
 
-/* The part [*begin, *end) of `count` items that `thread` of `threads` owns. */
-MI_INLINE void mi_share(int64_t count, int thread, int threads, int64_t *begin, int64_t *end) {
-    *begin = count * thread / threads;
-    *end = count * (thread + 1) / threads;
+/* task(context, i, parts) for each of `parts` parts, in any order, on at most `threads` threads. */
+static inline void mi_parallel(mi_task task, void *context, int64_t parts, int threads) {
+    if (threads > 1 && parts > 1 && mi_pool) mi_pool(task, context, (int)parts, threads);
+    else task(context, 0, 1);
+}
+
+/* The part [*begin, *end) of `count` items that `part` of `parts` holds. */
+MI_INLINE void mi_share(int64_t count, int part, int parts, int64_t *begin, int64_t *end) {
+    *begin = count * part / parts;
+    *end = count * (part + 1) / parts;
 }
 
 /* 64-byte aligned scratch that a thread keeps between calls; slot 0..3. NULL if out of memory. */

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,79 @@ def test_simd_level_reads_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "cpu_features", lambda found=features: frozenset(found))
         monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
         assert native.simd_level() == level
+
+
+POOLED = """
+#include <stdint.h>
+#include <unistd.h>
+typedef void (*task)(void *, int, int);
+static void (*run)(task, void *, int, int);
+void mi_set_runner(void (*runner)(task, void *, int, int)) { run = runner; }
+static int slow;
+static void count(void *seen, int part, int parts) {
+    if (slow) usleep(2000);
+    if (parts > 0) __atomic_add_fetch((int *)seen + part, 1, __ATOMIC_RELAXED);
+}
+static void nest(void *seen, int part, int parts) {
+    (void)part, (void)parts;
+    run(count, seen, 5, 2);
+}
+void go(int *seen, int parts, int threads, int wait) {
+    slow = wait;
+    run(count, seen, parts, threads);
+}
+void nested(int *seen, int parts, int threads) { run(nest, seen, parts, threads); }
+"""
+
+
+@pytest.fixture
+def pooled(tmp_path: Path) -> ctypes.CDLL:
+    path = tmp_path / "pooled.c"
+    path.write_text(POOLED)
+    return native.load(path)
+
+
+def counts(library: ctypes.CDLL, parts: int, threads: int, wait: int = 0) -> list[int]:
+    seen = (ctypes.c_int * parts)()
+    library.go(seen, parts, threads, wait)
+    return list(seen)
+
+
+@needs_compiler
+def test_pool_runs_every_part_once(pooled: ctypes.CDLL) -> None:
+    for threads in (1, 2, 3, 9, 2):
+        for parts in (0, 1, 2, 7, 64):
+            for _ in range(50):
+                assert counts(pooled, parts, threads) == [1] * parts
+    assert counts(pooled, 6, 3, wait=1) == [1] * 6  # workers asleep between, parts that wait
+
+
+@needs_compiler
+def test_pool_serves_callers_at_once_and_nested_ones(pooled: ctypes.CDLL) -> None:
+    with ThreadPoolExecutor(4) as callers:
+        done = list(callers.map(lambda i: counts(pooled, 1 + i % 9, 3), range(400)))
+    assert done == [[1] * (1 + i % 9) for i in range(400)]
+    seen = (ctypes.c_int * 5)()
+    pooled.nested(seen, 8, 3)
+    assert list(seen) == [8] * 5
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_pool_works_in_a_forked_child(pooled: ctypes.CDLL) -> None:
+    assert counts(pooled, 8, 3) == [1] * 8
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if counts(pooled, 8, 3, wait=1) == [1] * 8 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert counts(pooled, 8, 3) == [1] * 8
+
+
+@needs_compiler
+def test_a_library_without_its_pool_is_refused(
+    pooled: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone it would run on one thread, a silent slow path."""
+    monkeypatch.setattr(native, "POOL", tmp_path / "absent.c")
+    library, verdict = native.try_load(tmp_path / "pooled.c")
+    assert library is None and "absent.c" in verdict.reasons[0].message

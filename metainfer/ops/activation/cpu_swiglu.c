@@ -16,12 +16,12 @@ MI_INLINE v16 gated(v16 g, v16 u) {
     return v_mul(v_mul(g, sigmoid), u);
 }
 
-static void swiglu_rows(void *context, int thread, int threads) {
+static void swiglu_rows(void *context, int part, int parts) {
     const problem *p = context;
     const int64_t F = p->F, whole = F / 16 * 16;
     const int rest = (int)(F - whole);
     int64_t begin, end;
-    mi_share(p->rows, thread, threads, &begin, &end);
+    mi_share(p->rows, part, parts, &begin, &end);
     for (int64_t t = begin; t < end; t++) {
         const float *gate = p->x + t * p->stride, *up = gate + F;
         float *out = p->out + t * F;
@@ -38,5 +38,5 @@ static void swiglu_rows(void *context, int thread, int threads) {
 MI_EXPORT void mi_swiglu(const float *x, int64_t stride, int64_t rows, int64_t F, float *out,
                          int threads) {
     problem p = {x, out, rows, F, stride};
-    mi_parallel(swiglu_rows, &p, rows * F >= 16384 ? threads : 1);
+    mi_parallel(swiglu_rows, &p, 4 * threads, rows * F >= 16384 ? threads : 1);
 }

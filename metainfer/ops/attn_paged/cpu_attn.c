@@ -330,8 +330,9 @@ static int do_task(const problem *p, const task *t, const scratch *w) {
     return 1;
 }
 
-static void run_tasks(void *context, int thread, int threads) {
-    (void)thread, (void)threads;
+/* Each part takes tasks until none is left. */
+static void run_tasks(void *context, int part, int parts) {
+    (void)part, (void)parts;
     problem *p = context;
     scratch w;
     if (!take_scratch(p->D, &w)) {
@@ -418,7 +419,7 @@ MI_EXPORT int mi_attn(const float *q, int64_t q_stride, const float *k, const fl
         p.error = NO_MEMORY;
     } else {
         list_tasks(&p, S, Hkv, queries, by_split, &rows);
-        mi_parallel(run_tasks, &p, threads < p.count ? threads : (int)p.count);
+        mi_parallel(run_tasks, &p, threads < p.count ? threads : p.count, threads);
         for (int64_t i = 0, n; by_split && !p.error && i < p.count; i += n) {
             for (n = 1; i + n < p.count && p.tasks[i + n].sequence == p.tasks[i].sequence &&
                         p.tasks[i + n].head == p.tasks[i].head &&

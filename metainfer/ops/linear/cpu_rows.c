@@ -48,6 +48,7 @@ typedef struct {
     const float *bias; /* [N] or NULL */
     float *y;
     int64_t ldy;
+    uint64_t call; /* tells one call's x from another's */
     int failed;
 } problem;
 
@@ -216,7 +217,7 @@ MI_INLINE void gather_x(const problem *p, int64_t t0, int64_t T, int64_t k, int6
         memcpy(to + t * X_STRIDE, p->x + (t0 + t) * p->ldx + k, (size_t)columns * sizeof(float));
 }
 
-static void stream_task(void *context, int thread, int threads) {
+static void stream_task(void *context, int part, int parts) {
     problem *p = context;
     const int64_t panels = (p->K + PANEL - 1) / PANEL;
     float *x = mi_scratch(0, (size_t)(panels * p->T * X_STRIDE) * sizeof(float));
@@ -224,13 +225,15 @@ static void stream_task(void *context, int thread, int threads) {
         p->failed = 1;
         return;
     }
-    for (int64_t c = 0; c < panels; c++) {
+    static __thread uint64_t gathered; /* the call whose x this thread's scratch holds */
+    for (int64_t c = 0; c < panels && gathered != p->call; c++) {
         const int64_t left = p->K - c * PANEL;
         gather_x(p, 0, p->T, c * PANEL, left < PANEL ? left : PANEL, x + c * p->T * X_STRIDE);
     }
+    gathered = p->call;
     int64_t tiles = 0, begin, end, base = 0;
     for (int64_t i = 0; i < p->count; i++) tiles += p->segments[i].tiles;
-    mi_share(tiles, thread, threads, &begin, &end);
+    mi_share(tiles, part, parts, &begin, &end);
     const int64_t steps = (p->T + T_STEP - 1) / T_STEP;
     for (int64_t i = 0; i < p->count; base += p->segments[i].tiles, i++) {
         const segment *s = &p->segments[i];
@@ -349,9 +352,9 @@ static void gemm_group(const problem *p, const segment *s, int64_t group, int64_
     }
 }
 
-static void gemm_task(void *context, int thread, int threads) {
+static void gemm_task(void *context, int part, int parts) {
     problem *p = context;
-    float *x = mi_scratch(0, (size_t)T_BLOCK * X_STRIDE * sizeof(float));
+    float *x = mi_scratch(2, (size_t)T_BLOCK * X_STRIDE * sizeof(float));
     float *panel = mi_scratch(1, (size_t)PANEL * NR * TILE * sizeof(float));
     if (!x || !panel) {
         p->failed = 1;
@@ -361,7 +364,7 @@ static void gemm_task(void *context, int thread, int threads) {
     for (int64_t i = 0; i < p->count; i++) groups += (p->segments[i].tiles + NR - 1) / NR;
     const int64_t t_blocks = (p->T + T_BLOCK - 1) / T_BLOCK;
     const int64_t t_size = ((p->T + t_blocks - 1) / t_blocks + MR - 1) / MR * MR;
-    mi_share(groups * t_blocks, thread, threads, &begin, &end);
+    mi_share(groups * t_blocks, part, parts, &begin, &end);
     for (int64_t tb = begin / groups; tb < t_blocks && tb * groups < end; tb++) {
         const int64_t t0 = tb * t_size < p->T ? tb * t_size : p->T;
         const int64_t t1 = t0 + t_size < p->T ? t0 + t_size : p->T;
@@ -388,8 +391,11 @@ static void gemm_task(void *context, int thread, int threads) {
 /* y [T, N] = x [T, K] W^T + bias. ldx, ldy in floats. 0, or 1 when memory ran out. */
 MI_EXPORT int mi_linear(const float *x, int64_t T, int64_t ldx, int64_t K, const segment *segments,
                         int64_t count, const float *bias, float *y, int64_t ldy, int threads) {
-    problem p = {x, T, ldx, K, segments, count, bias, y, ldy, 0};
-    mi_parallel(T <= STREAM_MAX ? stream_task : gemm_task, &p, threads);
+    static uint64_t calls;
+    problem p = {x, T, ldx, K, segments, count, bias, y, ldy, 0, 0};
+    p.call = __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED);
+    if (T <= STREAM_MAX) mi_parallel(stream_task, &p, 4 * threads, threads);
+    else mi_parallel(gemm_task, &p, 2 * threads, threads);
     return p.failed;
 }
 
@@ -429,11 +435,11 @@ typedef struct {
     float *out;
 } lookup;
 
-static void embed_task(void *context, int thread, int threads) {
+static void embed_task(void *context, int part, int parts) {
     const lookup *e = context;
     const int scheme = (int)e->s->scheme, bytes = block_bytes(scheme);
     int64_t begin, end;
-    mi_share(e->count, thread, threads, &begin, &end);
+    mi_share(e->count, part, parts, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         const int64_t id = e->ids[i], lane = id % TILE;
         const uint8_t *block = e->s->data + id / TILE * (e->K / BLOCK) * bytes;
@@ -462,5 +468,5 @@ static void embed_task(void *context, int thread, int threads) {
 MI_EXPORT void mi_embed(const int64_t *ids, int64_t count, int64_t K, const segment *s, float *out,
                         int threads) {
     lookup e = {ids, count, K, s, out};
-    mi_parallel(embed_task, &e, count * K >= 65536 ? threads : 1);
+    mi_parallel(embed_task, &e, 2 * threads, count * K >= 65536 ? threads : 1);
 }

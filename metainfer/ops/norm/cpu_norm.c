@@ -9,12 +9,12 @@ typedef struct {
     float eps;
 } problem;
 
-static void norm_rows(void *context, int thread, int threads) {
+static void norm_rows(void *context, int part, int parts) {
     const problem *p = context;
     const int64_t D = p->D, whole = D / 16 * 16;
     const int rest = (int)(D - whole);
     int64_t begin, end;
-    mi_share(p->rows, thread, threads, &begin, &end);
+    mi_share(p->rows, part, parts, &begin, &end);
     for (int64_t t = begin; t < end; t++) {
         const float *x = p->x + t * p->x_stride;
         float *out = p->out + t * D;
@@ -57,5 +57,5 @@ MI_EXPORT void mi_rmsnorm(const float *x, int64_t x_stride, const float *residua
                           int64_t residual_stride, const float *weight, float eps, int64_t rows,
                           int64_t D, float *out, float *total, int threads) {
     problem p = {x, residual, weight, out, total, rows, D, x_stride, residual_stride, eps};
-    mi_parallel(norm_rows, &p, rows * D >= 65536 ? threads : 1);
+    mi_parallel(norm_rows, &p, 4 * threads, rows * D >= 65536 ? threads : 1);
 }

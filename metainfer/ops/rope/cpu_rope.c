@@ -31,10 +31,10 @@ MI_INLINE void rotate(const float *restrict x, float *restrict out, const float 
     }
 }
 
-static void rope_rows(void *context, int thread, int threads) {
+static void rope_rows(void *context, int part, int parts) {
     problem *p = context;
     int64_t begin, end;
-    mi_share(p->rows, thread, threads, &begin, &end);
+    mi_share(p->rows, part, parts, &begin, &end);
     for (int64_t t = begin; t < end; t++) {
         const int64_t position = p->positions[t];
         if (position < 0 || position >= p->length) {
@@ -56,6 +56,6 @@ MI_EXPORT int mi_rope(const float *q, int64_t q_stride, const float *k, int64_t 
                       float *q_out, float *k_out, int threads) {
     problem p = {q, k, cos_sin, positions, q_out, k_out, rows, Hq, Hkv, D, R, q_stride, k_stride,
                  length, interleaved, 0};
-    mi_parallel(rope_rows, &p, rows * (Hq + Hkv) * D >= 65536 ? threads : 1);
+    mi_parallel(rope_rows, &p, 4 * threads, rows * (Hq + Hkv) * D >= 65536 ? threads : 1);
     return p.error;
 }
