@@ -1,0 +1,267 @@
+"""Both engine clients: same outputs, cancellation by leaving, refusals, death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from fake_engine import EOS, MAX_CONTEXT, VOCAB, reply_text
+from fake_server import eventually, is_alive
+
+from metainfer.core.errors import RefusedError, RequestError, UserError
+from metainfer.core.intent import Intent
+from metainfer.core.request import FinishReason, Request, SamplingParams
+from metainfer.core.step import RequestOutput
+from metainfer.engine.client import InprocClient, ProcessClient
+from metainfer.engine.protocol import EngineClient, EngineInfo, EngineStats, Progress
+
+FAKE = str(Path(__file__).with_name("fake_engine.py"))
+
+
+class ThreadEngine:
+    """An `Engine` without a model: letters, one per step."""
+
+    def __init__(self, fault: Exception | None = None, fault_at_start: bool = False) -> None:
+        self.live: dict[str, tuple[Request, int]] = {}
+        self.cancelled: list[str] = []
+        self.closed = False
+        self.steps = 0
+        self.fault, self.fault_at_start = fault, fault_at_start
+
+    def start(self) -> EngineInfo:
+        if self.fault is not None and self.fault_at_start:
+            raise self.fault
+        return EngineInfo("fake", VOCAB, MAX_CONTEXT, 1000, 8, (EOS,), {})
+
+    def submit(self, request: Request) -> None:
+        if len(request.prompt) > 100:
+            raise RequestError("Too long.", param="prompt", code="context_length_exceeded")
+        self.live[request.request_id] = (request, 0)
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        for one in ids:
+            self.cancelled.append(one)
+            self.live.pop(one, None)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def step(self) -> tuple[list[RequestOutput], EngineStats]:
+        if self.fault is not None:
+            raise self.fault
+        self.steps += 1
+        outputs = []
+        for key, (request, index) in list(self.live.items()):
+            token = reply_text(bytes(request.prompt).decode(), index + 1)[-1].encode()[0]
+            last = index + 1 == request.params.max_tokens
+            finish = FinishReason.LENGTH if last else None
+            outputs.append(RequestOutput(key, (token,), index, finish=finish))
+            if last:
+                del self.live[key]
+            else:
+                self.live[key] = (request, index + 1)
+        return outputs, EngineStats(steps=self.steps)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def process_client(*flags: str, progress: list[Progress] | None = None) -> ProcessClient:
+    listen = (lambda item: None) if progress is None else progress.append
+    return ProcessClient(Intent(model="fake"), listen, command=[sys.executable, FAKE, *flags])
+
+
+def thread_client() -> InprocClient:
+    return InprocClient(lambda progress: ThreadEngine())
+
+
+def request(name: str, count: int = 20, prompt: bytes = b"hello") -> Request:
+    return Request(name, tuple(prompt), SamplingParams(max_tokens=count), (EOS,))
+
+
+async def text_of(client: EngineClient, name: str, count: int) -> str:
+    letters = b""
+    async for output in client.submit(request(name, count)):
+        assert output.index == len(letters)
+        letters += bytes(output.tokens)
+    return letters.decode()
+
+
+@pytest.mark.parametrize("make", [process_client, thread_client])
+def test_streams_are_demultiplexed(make: Callable[[], EngineClient]) -> None:
+    async def go() -> None:
+        client = make()
+        assert not client.alive
+        info = await client.start()
+        assert (info.vocab_size, client.alive) == (VOCAB, True)
+        counts = list(range(1, 30))
+        texts = await asyncio.gather(*(text_of(client, str(n), n) for n in counts))
+        assert texts == [reply_text("hello", n) for n in counts]
+        assert client.stats.steps >= 29
+        await client.close(drain=False, grace_s=5)
+        assert not client.alive
+        with pytest.raises(RequestError) as caught:
+            await text_of(client, "late", 3)
+        assert caught.value.code == "engine_dead"
+
+    asyncio.run(go())
+
+
+def test_leaving_cancels_and_finishing_does_not(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    async def go() -> None:
+        client = process_client("--log", str(log), "--step-ms", "5")
+        await client.start()
+        await text_of(client, "finishes", 3)
+        async for _ in client.submit(request("broken off", 2000)):
+            break
+        async with aclosing(client.submit(request("closed", 2000))) as outputs:
+            await anext(outputs)
+        task = asyncio.ensure_future(text_of(client, "task", 2000))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert await asyncio.to_thread(
+            eventually, lambda: log.read_text().count("cancel ") == 3, 5.0
+        )
+        assert "cancel finishes" not in log.read_text()
+        await client.close(drain=False, grace_s=5)
+
+    asyncio.run(go())
+
+
+def test_refusal_reaches_its_stream_only() -> None:
+    async def go() -> None:
+        client = thread_client()
+        await client.start()
+        other = asyncio.ensure_future(text_of(client, "fine", 50))
+        with pytest.raises(RequestError) as caught:
+            async for _ in client.submit(request("long", 5, b"x" * 101)):
+                pass
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+        assert await other == reply_text("hello", 50)
+        await client.close(drain=False)
+
+    asyncio.run(go())
+
+
+def test_death_is_told_by_the_kernel() -> None:
+    async def go() -> None:
+        client = process_client("--step-ms", "5")
+        await client.start()
+        tasks = [asyncio.ensure_future(text_of(client, str(n), 2000)) for n in range(5)]
+        await asyncio.sleep(0.2)
+        os.kill(client.pid, signal.SIGKILL)
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        for result in results:
+            assert isinstance(result, RequestError)
+            assert (result.status, result.code) == (503, "engine_dead")
+            assert "SIGKILL" in str(result)
+        assert client.died.is_set() and not client.alive
+        await client.close()
+
+    asyncio.run(go())
+
+
+def test_start_phases_and_refusal() -> None:
+    async def go() -> None:
+        seen: list[Progress] = []
+        client = process_client(progress=seen)
+        await client.start()
+        assert [(item.phase, item.seconds) for item in seen] == [
+            ("weights", None),
+            ("weights", 0.25),
+        ]
+        await client.close(drain=False, grace_s=5)
+        for flag, word in (("--refuse", "does_not_fit"), ("--die-at-start", "engine_died")):
+            with pytest.raises(UserError) as caught:
+                await process_client(flag).start()
+            assert caught.value.code == word
+
+    asyncio.run(go())
+
+
+def test_private_folder_comes_and_goes() -> None:
+    async def go() -> None:
+        client = process_client()
+        await client.start()
+        folder = Path(client._folder)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        pid = client.pid
+        await client.close(drain=False, grace_s=5)
+        assert not folder.exists() and not is_alive(pid)
+        refusing = process_client("--refuse")
+        with pytest.raises(UserError):
+            await refusing.start()
+        assert not Path(refusing._folder).exists()
+
+    asyncio.run(go())
+
+
+def test_engine_that_ignores_stop_is_killed() -> None:
+    async def go() -> None:
+        client = process_client("--ignore-stop", "--deaf")
+        await client.start()
+        pid = client.pid
+        await client.close(drain=False, grace_s=0.2)
+        assert not is_alive(pid)
+
+    asyncio.run(go())
+
+
+def test_stopping_while_it_starts() -> None:
+    async def go() -> None:
+        client = process_client("--hang-at-start")
+        task = asyncio.ensure_future(client.start())
+        await asyncio.sleep(0.5)
+        pid = client.pid
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not is_alive(pid)
+
+    asyncio.run(go())
+
+
+def test_thread_engine_faults() -> None:
+    async def go() -> None:
+        refusing = InprocClient(lambda p: ThreadEngine(RefusedError("No.", "Ask less."), True))
+        with pytest.raises(UserError) as caught:
+            await refusing.start()
+        assert str(caught.value) == "No. Ask less."
+        broken = InprocClient(lambda p: ThreadEngine(ValueError("boom")))
+        await broken.start()
+        with pytest.raises(RequestError) as died:
+            await text_of(broken, "x", 3)
+        assert died.value.code == "engine_dead" and "boom" in str(died.value)
+
+    asyncio.run(go())
+
+
+def test_thread_engine_drains_and_closes() -> None:
+    engines: list[ThreadEngine] = []
+
+    def build(progress: Callable[[Progress], Awaitable[None] | None]) -> ThreadEngine:
+        engines.append(ThreadEngine())
+        return engines[0]
+
+    async def go() -> None:
+        client = InprocClient(build)
+        await client.start()
+        running = asyncio.ensure_future(text_of(client, "x", 200))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await client.close(drain=True, grace_s=5)
+        assert await running == reply_text("hello", 200)
+        assert engines[0].closed
+
+    asyncio.run(go())
