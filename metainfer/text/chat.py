@@ -244,8 +244,8 @@ class ChatTemplate:
             text = self._run(self._choose(None), self._variables(probe, None, True))
         except RequestError:
             return False
-        # A template that prints the list shows its keys, too.
-        return "probe-7f3a" in text and repr(parts[0]) not in text and "'text'" not in text
+        # A template that prints the list as a whole shows its keys, too.
+        return "probe-7f3a" in text and "'text'" not in text and '"text"' not in text
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         kept = {key: value for key, value in message.items() if value is not None}

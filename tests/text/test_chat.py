@@ -177,6 +177,8 @@ def test_text_parts_are_joined_for_templates_that_want_text() -> None:
     assert not plain.takes_parts and plain.render(talk) == "[one\ntwo][three]"
     adding = ChatTemplate("{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}")
     assert not adding.takes_parts and adding.render(talk) == "<one\ntwo><three>"
+    dumping = ChatTemplate("{% for m in messages %}{{ m.content | tojson }}{% endfor %}")
+    assert not dumping.takes_parts and dumping.render(talk[:1]) == '"one\\ntwo"'
     own = (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}{% endfor %}"
