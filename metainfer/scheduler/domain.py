@@ -3,49 +3,50 @@
 Admission charges a sequence for what it lacks, on top of what already running prompts still lack,
 plus one page per running sequence as head room. When nothing runs in the domain the head of the
 queue is admitted whenever it fits into the pool, and everything that fits into an empty pool does.
+
+While the head waits for pages, smaller requests of its priority close behind it may pass, at most
+`OVERTAKES` of them in the head's life: a huge prompt neither blocks the queue nor starves in it.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 
 from metainfer.kv.book.manager import Hit, KVManager
 from metainfer.scheduler.metrics import GapWindow
 from metainfer.scheduler.sequence import Sequence
 
+LOOKAHEAD = 8
+OVERTAKES = 16
+
 
 class Domain:
-    """`running` is ordered by (priority, arrival): the first always progresses, the last yields."""
+    """`running` and `waiting` are ordered by (priority, arrival): of the running ones the first
+    always progresses and the last yields."""
 
     def __init__(self, index: int, kv: KVManager, max_running: int) -> None:
         self.index = index
         self.kv = kv
         self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
         self.gaps = GapWindow()
-        self.waiting_count = 0
         first = index * kv.sizes.slots
         self._slots = list(range(first, first + min(max_running, kv.sizes.slots)))  # heap
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap
         self._room: list[int] | None = None  # unclaimed pages per group, within one step
         self._blocked: tuple[int, int] | None = None  # (head's index, kv.released) that failed
 
     # -- queue -------------------------------------------------------------------------------------
 
     def enqueue(self, seq: Sequence) -> None:
-        heapq.heappush(self._waiting, (seq.order, seq))
-        self.waiting_count += 1
+        insort(self.waiting, seq, key=_order)
 
-    def head(self) -> Sequence | None:
-        """The next to admit; cancelled ones are skipped."""
-        while self._waiting and self._waiting[0][1].done:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
+    def dequeue(self, seq: Sequence) -> None:
+        del self.waiting[bisect_left(self.waiting, seq.order, key=_order)]
 
     def backlog(self) -> int:
         """Tokens due in queue and running list, for placing new requests."""
-        queued = sum(seq.due for _, seq in self._waiting if not seq.done)
-        return queued + sum(max(seq.due, 1) for seq in self.running)
+        return sum(seq.due for seq in self.waiting) + sum(max(seq.due, 1) for seq in self.running)
 
     # -- admission ---------------------------------------------------------------------------------
 
@@ -54,25 +55,36 @@ class Domain:
         self._room = None
 
     def next_admissible(self) -> tuple[Sequence, Hit] | None:
-        """The head of the queue and its hit, if a slot and room for its prompt exist now."""
-        seq = self.head()
-        if seq is None or not self._slots or seq.in_flight:
+        """The next to run and its hit, if a slot and room for its prompt exist now."""
+        if not self.waiting or not self._slots:
             return None
-        state = (seq.index, self.kv.released)
-        if self.running and self._blocked == state:
-            return None
+        head = self.waiting[0]
+        state = (head.index, self.kv.released)
+        if head.in_flight or (self.running and self._blocked == state):
+            return None  # nothing changed since the head was refused
+        reach = LOOKAHEAD if head.overtaken < OVERTAKES else 1
+        for seq in self.waiting[:reach]:
+            if seq.request.priority != head.request.priority or seq.in_flight:
+                continue
+            hit = self._hit_with_room(seq)
+            if hit is not None:
+                head.overtaken += seq is not head
+                return seq, hit
+        self._blocked = state
+        return None
+
+    def _hit_with_room(self, seq: Sequence) -> Hit | None:
+        """The hit of a waiting sequence, its pages set aside; None when they are not there."""
         assert seq.prefix is not None
         hit = self.kv.match(seq.prefix, seq.known if seq.uses_cache else 1)
         lack = self.kv.missing(min(seq.known + 1, seq.stop_at), hit)
         if self._room is None:
             self._room = self._unclaimed()
-        if any(
-            need + len(self.running) > have for need, have in zip(lack, self._room, strict=True)
-        ):
-            self._blocked = state
+        left = [have - need for need, have in zip(lack, self._room, strict=True)]
+        if any(pages < len(self.running) for pages in left):
             return None
-        self._room = [have - need for need, have in zip(lack, self._room, strict=True)]
-        return seq, hit
+        self._room = left
+        return hit
 
     def _unclaimed(self) -> list[int]:
         """Pages per group that no running prompt still needs."""
@@ -84,9 +96,8 @@ class Domain:
         return room
 
     def admit(self, seq: Sequence) -> None:
-        """Move the head from queue to running list and give it a slot."""
-        heapq.heappop(self._waiting)
-        self.waiting_count -= 1
+        """Move a sequence from queue to running list and give it a slot."""
+        self.dequeue(seq)
         seq.slot = heapq.heappop(self._slots)
         insort(self.running, seq, key=_order)
 

@@ -157,7 +157,7 @@ class Scheduler:
         seq.done = True
         del self._sequences[seq.request_id]
         if seq.account is None:
-            domain.waiting_count -= 1
+            domain.dequeue(seq)
         else:
             self._leave(domain, seq)
 
@@ -381,7 +381,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return sum(domain.waiting_count for domain in self.domains)
+        return sum(len(domain.waiting) for domain in self.domains)
 
     @property
     def running(self) -> int:

@@ -34,6 +34,7 @@ class Sequence:
         "limit",
         "min_total",
         "order",
+        "overtaken",
         "planned",
         "preempted",
         "prefix",
@@ -83,6 +84,7 @@ class Sequence:
         self.prompt_noted = False
         self.cached_tokens = 0
         self.preempted = 0
+        self.overtaken = 0  # requests that passed while this one headed the queue
         self.last_token_s = 0.0
 
     @property

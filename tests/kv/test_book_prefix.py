@@ -23,9 +23,9 @@ def test_b27_keys_follow_content() -> None:
     draw = random.Random("b27")
     for _ in range(100_000):
         unit = draw.choice((2, 4, 8))
-        first = [draw.randrange(3) for _ in range(draw.randrange(2, 25))]
+        first = draw.choices((0, 1, 2), k=draw.randrange(2, 25))
         stem = draw.randrange(len(first) + 1)
-        second = first[:stem] + [draw.randrange(3) for _ in range(draw.randrange(0, 9))]
+        second = first[:stem] + draw.choices((0, 1, 2), k=draw.randrange(9))
         salts = draw.choice((("", ""), ("a", "a"), ("a", "b"), ("", "a")))
         one, two = digests(first, unit, "m", salts[0]), digests(second, unit, "m", salts[1])
         for i, (x, y) in enumerate(zip(one, two, strict=False)):

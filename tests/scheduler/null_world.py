@@ -138,6 +138,7 @@ class World:
         self.requests: dict[str, Request] = {}
         self.plans: list[StepPlan] = []
         self.keep_plans = False
+        self._idle = 0  # turns in a row without a plan; late results may cost one
 
     def add(self, item: Request) -> RequestError | None:
         try:
@@ -167,11 +168,11 @@ class World:
                 self._take(output)
         if self.audited:
             scheduler.audit()
-        if plan is None and scheduler.has_work and not scheduler.awaiting:
-            retry = scheduler.schedule()
-            if retry is None:
-                raise InternalError("stuck: work is left, nothing runs, nothing is planned")
-            device.submit(retry)
+        if plan is None and scheduler.has_work and not self.late:
+            raise InternalError("stuck: work is left, and nothing is planned")
+        self._idle = self._idle + 1 if plan is None and scheduler.has_work else 0
+        if self._idle > 1:
+            raise InternalError("stuck: no result is awaited, and nothing is planned")
         return scheduler.has_work
 
     def run(self, limit: int = 5000) -> None:
