@@ -18,13 +18,12 @@ from metainfer.core.errors import InternalError
 from metainfer.core.intent import Intent
 from metainfer.core.request import Request
 from metainfer.core.step import Phase, RequestOutput
-from metainfer.engine.machine import Machine, open_machine
+from metainfer.engine.machine import open_machine
 from metainfer.engine.protocol import EngineInfo, EngineStats, Progress
-from metainfer.kernels.select import Policy
 from metainfer.kv.book.manager import KVManager
 from metainfer.planner.opening import OpenedModel, open_model
 from metainfer.planner.report import plan_document
-from metainfer.planner.resolve import Resolved, resolve
+from metainfer.planner.resolve import Resolved
 from metainfer.scheduler.config import SchedulerConfig
 from metainfer.scheduler.scheduler import Scheduler
 
@@ -51,6 +50,7 @@ class Engine:
         self._phases: list[tuple[str, float]] = []
         self._scheduler: Scheduler | None = None
         self._executor: LocalExecutor | None = None
+        self._phase_name = ""
         self._last_step_s = 0.0
         self.resolved: Resolved | None = None
 
@@ -67,18 +67,22 @@ class Engine:
         with self._phase("machine"):
             machine = open_machine(self.intent.platform)
         with self._phase("plan"):
-            resolved = self.resolved = resolve_on(machine, model, self.intent)
+            # Before the long imports: what the plan refuses is refused within a second.
+            machine.recall(machine.resolve(model, self.intent).plan.model.dtype)
         with self._phase("torch"):
             import torch  # noqa: F401 - timed apart: it is the longest import
 
             from metainfer.executor.assemble import assemble
             from metainfer.executor.loading import tensor_source
+        with self._phase("qualify kernels"):
+            resolved = machine.resolve_proven(model, self.intent, self._note)
+            self.resolved = resolved
         device = machine.torch_device()
         source = tensor_source(model, device)
         with self._phase("weights"):
             self._executor = assemble(resolved, source, machine.registry, device, trace=self._trace)
         with self._phase("warm-up"):
-            self._executor.warm()
+            self._executor.warm(self._note)
         self._scheduler = self._make_scheduler(resolved, model)
         plan = resolved.plan
         return EngineInfo(
@@ -95,12 +99,16 @@ class Engine:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Report a start-up phase with its seconds."""
+        self._phase_name = name
         self._on_progress(Progress(name))
         begin = time.monotonic()
         yield
         seconds = time.monotonic() - begin
         self._phases.append((name, seconds))
         self._on_progress(Progress(name, seconds))
+
+    def _note(self, detail: str) -> None:
+        self._on_progress(Progress(self._phase_name, None, detail))
 
     def _make_scheduler(self, resolved: Resolved, model: OpenedModel) -> Scheduler:
         plan = resolved.plan
@@ -189,16 +197,3 @@ class Engine:
         if self.resolved is None or self._scheduler is None:
             raise InternalError("the engine has not started")
         return self.resolved
-
-
-def resolve_on(machine: Machine, model: OpenedModel, intent: Intent) -> Resolved:
-    """The plan of `model` on `machine`: what `serve` runs and what `plan` and `doctor` show."""
-    policy = Policy(
-        pins=intent.ops,
-        layout_pins=intent.layouts,
-        evidence=machine.evidence,
-        allow_fallback=frozenset(intent.allow_fallback),
-    )
-    return resolve(
-        intent, model.facts, machine.facts, machine.registry, policy, machine.fingerprint
-    )

@@ -1,50 +1,168 @@
-"""This machine as the planner sees it: facts, registry, evidence, fingerprint. No torch."""
+"""The machine under a plan: facts, candidates, and what is known to work here. No torch at import.
+
+A kernel that has never run on this machine goes through its op's cases before it may serve (law 4);
+the outcome is a record of the machine's fingerprint, so the second start asks nothing again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
 
-from metainfer.core.records import Fingerprint
-from metainfer.kernels.evidence import evidence_for
-from metainfer.kernels.impl import Evidence
+from metainfer.core.env import cache_dir
+from metainfer.core.intent import Intent
+from metainfer.core.ledger import Loser, Origin
+from metainfer.core.records import Record, RecordStore
+from metainfer.kernels.evidence import Qualification, evidence_for
+from metainfer.kernels.impl import Evidence, Impl
 from metainfer.kernels.registry import Registry
+from metainfer.kernels.select import Policy
 from metainfer.ops.catalog import builtin_registry
-from metainfer.platform import software
-from metainfer.platform.facts import DeviceFacts, Facts
-from metainfer.platform.probe_host import probe_host
+from metainfer.planner.opening import OpenedModel
+from metainfer.planner.resolve import Resolved, resolve
+from metainfer.platform.base import Platform
+from metainfer.platform.discovery import AUTO, select_platform
+from metainfer.platform.facts import Facts
+from metainfer.platform.fingerprint import fingerprint
+from metainfer.platform.host_speed import host_speed, with_host_speed
 
 if TYPE_CHECKING:
     import torch
 
+QUALIFICATION = "qualification"
+ROUNDS = 4
+"""Most times that a failed qualification may send the plan back to selection."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class Machine:
+    """One machine on one platform. `qualified` grows as kernels prove themselves."""
+
+    platform: Platform
+    origin: Origin
+    losers: tuple[Loser, ...]
     facts: Facts
     registry: Registry
-    evidence: Mapping[str, Evidence]
+    store: RecordStore
     fingerprint: str
+    qualified: dict[str, Qualification] = field(default_factory=dict)
 
     def torch_device(self) -> torch.device:
         import torch
 
-        return torch.device(self.facts.device.kind)
+        return torch.device(self.platform.torch_device())
+
+    def resolve(self, model: OpenedModel, intent: Intent) -> Resolved:
+        """The plan of `model` here, by what is known so far.
+
+        Raises:
+            UsageError, RefusedError: as `planner.resolve.resolve`.
+        """
+        policy = Policy(
+            pins=intent.ops,
+            layout_pins=intent.layouts,
+            evidence=evidence_for(self.facts, tuple(self.qualified.values())),
+            allow_fallback=frozenset(intent.allow_fallback),
+        )
+        return resolve(intent, model.facts, self.facts, self.registry, policy, self.fingerprint)
+
+    def resolve_proven(
+        self, model: OpenedModel, intent: Intent, on_case: Callable[[str], None]
+    ) -> Resolved:
+        """As `resolve`, but every chosen kernel has passed its op's cases on this machine, and so
+        has each that only lacked evidence to be a candidate.
+
+        Raises:
+            UsageError, RefusedError: as `resolve`; a pinned kernel that fails its cases too.
+        """
+        for _ in range(ROUNDS):
+            resolved = self.resolve(model, intent)
+            unproven = [i for i in _worth_proving(resolved, self.registry) if self._unknown(i)]
+            if not unproven:
+                break
+            self._qualify(unproven, resolved.plan.model.dtype, on_case)
+        return resolved
+
+    def _unknown(self, impl: Impl) -> bool:
+        return impl.id not in self.qualified
+
+    def _qualify(self, impls: Iterable[Impl], dtype: str, on_case: Callable[[str], None]) -> None:
+        from metainfer.ops.qualify import qualify_all
+
+        for impl in impls:
+            on_case(impl.id)
+            (found,) = qualify_all([impl], dtype, self.torch_device(), self.facts, self.registry)
+            self.qualified[impl.id] = found
+            payload = {"passed": found.passed, "reasons": list(found.reasons)}
+            self.store.put(Record(QUALIFICATION, _key(impl, dtype), payload, {"seed": 0}))
+
+    def recall(self, dtype: str) -> None:
+        """Take in this machine's records of kernels proven in `dtype` with today's sources."""
+        for impl in self.registry.impls():
+            record = self.store.get(QUALIFICATION, _key(impl, dtype))
+            if record is not None:
+                payload: Any = record.payload
+                self.qualified[impl.id] = Qualification(
+                    impl.id, bool(payload["passed"]), tuple(payload["reasons"])
+                )
 
 
-def open_machine(platform: str = "auto") -> Machine:
-    host = probe_host()
-    device = DeviceFacts(
-        kind="cpu",
-        name=host.facts.processor or "cpu",
-        features=host.cpu_features,
-        read_bytes_s=2e10,
-        dot_flops={"float32": 1.5e11},
-    )
-    facts = Facts(platform="cpu", devices=(device,), host=host.facts, software=software.versions())
+def open_machine(platform: str | None = None) -> Machine:
+    """Choose the platform, read its facts, collect candidates.
+
+    Raises:
+        UserError: the platform was asked for and cannot run, or a plug-in is broken.
+    """
+    selected = select_platform(None if platform in (None, AUTO) else platform)
+    facts = selected.platform.facts()
+    found = fingerprint(facts)
+    store = RecordStore(cache_dir() / "records", found)
+    facts = with_host_speed(facts, host_speed(facts, store))
+    registry = builtin_registry()
+    layouts: Any = selected.platform.layouts()
+    for layout in layouts:
+        registry.add_layout(layout)
+    providers: Any = selected.platform.providers()
+    for impl in providers:
+        registry.add(impl)
     return Machine(
+        platform=selected.platform,
+        origin=selected.origin,
+        losers=selected.losers,
         facts=facts,
-        registry=builtin_registry(),
-        evidence=evidence_for(facts),
-        fingerprint=Fingerprint({"device": device.name}).id,
+        registry=registry,
+        store=store,
+        fingerprint=found.id,
     )
+
+
+def _worth_proving(resolved: Resolved, registry: Registry) -> list[Impl]:
+    """Chosen implementations, and losers whose only fault is a lack of evidence."""
+    wanted: dict[str, Impl] = {}
+    for choice in resolved.selection.bundle.choices:
+        if choice.evidence is not Evidence.THIS_CARD:
+            wanted[choice.impl.id] = choice.impl
+        for loser in choice.rejected:
+            if {reason.code for reason in loser.reasons} == {"evidence"}:
+                named = next(i for i in registry.of(choice.request.op) if i.name == loser.impl)
+                wanted[named.id] = named
+    return list(wanted.values())
+
+
+def _key(impl: Impl, dtype: str) -> str:
+    return f"{impl.id}:{dtype}:{_source_digest(impl.load.partition(':')[0].rpartition('.')[0])}"
+
+
+@cache
+def _source_digest(package: str) -> str:
+    """Changes with any source of the package that a kernel lives in."""
+    found = hashlib.sha256()
+    for item in sorted(resources.files(package).iterdir(), key=lambda entry: entry.name):
+        if item.is_file() and not item.name.endswith((".md", ".pyc")):
+            found.update(item.name.encode())
+            found.update(item.read_bytes())
+    return found.hexdigest()[:12]

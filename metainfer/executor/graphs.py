@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 
 from metainfer.core.step import Phase
@@ -34,7 +35,7 @@ class DecodeGraphs:
     def __init__(self, parts: LocalParts) -> None:
         self._parts = parts
         self._captured: dict[int, _Captured] = {}
-        self._pool: object | None = None
+        self._pool: Any = None
 
     @torch.inference_mode()
     def capture(self, bucket: int) -> None:
@@ -48,7 +49,7 @@ class DecodeGraphs:
             logits: torch.Tensor = parts.model.logits(hidden, inputs, ops)
             return logits
 
-        side = torch.cuda.Stream()
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -106,7 +107,7 @@ def _fill(inputs: SegmentInputs, host: HostInputs) -> None:
         buffers.page_table[tokens:, :1] = 0
 
 
-def _copy(target: torch.Tensor, source: object, padding: int) -> None:
+def _copy(target: torch.Tensor, source: npt.NDArray[Any], padding: int) -> None:
     rows = torch.from_numpy(source)
     target[: len(rows)].copy_(rows, non_blocking=True)
     target[len(rows) :] = padding

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ def gather(rows: Sequence[_Row], device: torch.device) -> SampleInputs:
         return None if all(value == off for value in values) else column(values, dtype)
 
     wanted = [p.logprobs for p in params if p.logprobs is not None]
-    common = {
+    common: dict[str, Any] = {
         "presence": feature("presence_penalty", 0.0),
         "frequency": feature("frequency_penalty", 0.0),
         "repetition": feature("repetition_penalty", 1.0),
@@ -118,7 +119,7 @@ def _edits(rows: Sequence[_Row], device: torch.device) -> dict[str, Tensor | Non
         for token in (*row.state.eos_token_ids, *row.state.params.stop_token_ids)
     ]
 
-    def column(values: list[float], dtype: torch.dtype) -> Tensor:
+    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
     return {

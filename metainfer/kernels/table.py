@@ -78,6 +78,16 @@ class PhaseOps:
 
     __slots__ = ("_impls", "_sites", "phase", *OPS)
 
+    embed: Function
+    rmsnorm: Function
+    add_rmsnorm: Function
+    linear: Function
+    swiglu: Function
+    rope: Function
+    kv_write: Function
+    attn_paged: Function
+    sample: Function
+
     def __init__(self, phase: Phase, functions: Mapping[str, tuple[Choice, Function]]) -> None:
         self.phase = phase
         self._sites = {site: function for site, (_, function) in functions.items()}

@@ -1,4 +1,4 @@
-"""From a model reference to what the resolver may know of it. Headers only; no weights, no torch."""
+"""From a model reference to what the resolver may know of it: headers, no weights, no torch."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class DenseModel:
         eps = self.arch.norm_eps
         last = len(self.layers) if stop_layer == ALL_LAYERS else stop_layer
         residual = ops.embed(inputs.ids, self.embed)  # [T, H]
-        x = ops.rmsnorm(residual, self._norm_of(0), eps)
+        x: torch.Tensor = ops.rmsnorm(residual, self._norm_of(0), eps)
         for index in range(last):
             layer = self.layers[index]
             y = self._attention(x, layer, caches[index], inputs, ops)
@@ -90,7 +90,8 @@ class DenseModel:
     def logits(self, hidden: torch.Tensor, inputs: SegmentInputs, ops: PhaseOps) -> torch.Tensor:
         """Logits [R, V] of the rows that need them, from `forward`'s result [T, H]."""
         rows = hidden if inputs.logit_rows is None else hidden[inputs.logit_rows]
-        return ops.linear(rows, self.head)
+        logits: torch.Tensor = ops.linear(rows, self.head)
+        return logits
 
     def _attention(
         self,
@@ -122,7 +123,8 @@ class DenseModel:
             scale=arch.scale,
             window=layer.window,
         )  # [T, Hq, D]
-        return ops.linear(out.view(tokens, arch.heads * arch.head_dim), layer.o)
+        y: torch.Tensor = ops.linear(out.view(tokens, arch.heads * arch.head_dim), layer.o)
+        return y
 
     def _norm_of(self, index: int) -> torch.Tensor:
         return self.layers[index].attn_norm if index < len(self.layers) else self.norm
@@ -132,4 +134,5 @@ def _per_head_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, ops: PhaseOps
 ) -> torch.Tensor:
     """RMSNorm over each head's D entries (Qwen3); x [T, heads, D]."""
-    return ops.rmsnorm(x.view(-1, x.shape[-1]), weight, eps).view(x.shape)
+    flat: torch.Tensor = ops.rmsnorm(x.view(-1, x.shape[-1]), weight, eps)
+    return flat.view(x.shape)

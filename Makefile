@@ -1,0 +1,54 @@
+# Two commands for everyone: `make demo`, `make test`. Each makes its own environment on first use.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SIDE := .cache
+TRITONS := $(SIDE)/triton-3.6.0 $(SIDE)/triton-3.7.1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types quick bench gpu clean
+
+help: ## list targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+demo: $(VENV)/.base ## install, fetch SmolLM2-135M, serve it, stream an answer through HTTP
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/.dev $(TRITONS) lint types ## everything that CI runs
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev ## style and import arrows
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+
+types: $(VENV)/.dev ## mypy, strict
+	$(BIN)/mypy
+
+quick: $(VENV)/.dev ## the tests that need no model: under a minute
+	$(BIN)/python -m pytest -q tests/core tests/kv tests/scheduler tests/kernels
+
+bench: $(VENV)/.dev ## beside transformers, in one run; minutes
+	$(BIN)/metainfer bench offline smollm2-135m --against transformers
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: $(VENV)/bin/python pyproject.toml
+	$(PIP) install -q -e ".[demo]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml
+	$(PIP) install -q -e ".[dev]"
+	@touch $@ $(VENV)/.base
+
+# The Triton releases that CUDA builds of torch 2.11 and 2.12+ pin; kernels are compiled with both.
+$(SIDE)/triton-%: | $(VENV)/bin/python
+	$(PIP) install -q --no-deps --target $@.part triton==$*
+	@mv $@.part $@
+
+clean: ## remove environment and caches
+	rm -rf $(VENV) $(SIDE) .stamps .pytest_cache .mypy_cache .ruff_cache
