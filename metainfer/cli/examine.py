@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -30,7 +30,7 @@ def doctor(
     from metainfer.doctor import report
 
     document = report.doctor(None if model is None else engine.intent(model), machine)
-    return Result(document, report.text(document), int(report.blocked(document)))
+    return Result(document, report.text(document), report.exit_status(document))
 
 
 def plan(
@@ -44,7 +44,6 @@ def plan(
 
     Example: metainfer plan --model smollm2-135m --context 4096
     """
-    from metainfer.engine.engine import resolve_on
     from metainfer.engine.machine import open_machine
     from metainfer.planner.opening import open_model
     from metainfer.planner.report import plan_document
@@ -58,27 +57,42 @@ def plan(
             code="unknown_machine",
         )
     intent = engine.intent(model)
-    document = plan_document(resolve_on(open_machine(intent.platform), open_model(model), intent))
+    opened, here = open_model(model), open_machine(intent.platform)
+    here.recall(here.resolve(opened, intent).plan.model.dtype)
+    document = plan_document(here.resolve(opened, intent))
     return Result(document, plan_text(document))
 
 
-def plan_text(document: dict[str, object]) -> str:
-    """The plan for people: capacity, ledger, decisions that were not defaults."""
-    lines = [f"{key}: {value}" for key, value in _rows(document.get("capacity")).items()]
-    ledger = document.get("ledger")
-    for row in ledger if isinstance(ledger, list) else ():
-        lines.append(f"  {row['kind']:<12} {int(row['bytes']) / 2**20:>12.1f} MiB  {row['item']}")
-    decisions = document.get("decisions")
-    for row in decisions if isinstance(decisions, list) else ():
-        lines.append(f"{row['key']} = {row['value']}  ({row['origin']}) {row['why']}")
-        for loser in row["losers"]:
-            reasons = "; ".join(reason["message"] for reason in loser["reasons"])
-            lines.append(f"    not {loser['value']}: {reasons}")
+def plan_text(document: dict[str, Any]) -> str:
+    """The plan for people: capacity, memory ledger, decisions, operations joined over phases.
+
+    Long lists of reasons are cut, and say so; the document has all of them.
+    """
+    lines = [f"{key}: {value}" for key, value in document["capacity"].items()]
+    lines += [
+        f"  {row['kind']:<12} {row['bytes'] / 2**20:>10.1f} MiB  {row['item']}"
+        for row in document["ledger"]
+    ]
+    for row in document["decisions"]:
+        if not row["key"].startswith("ops."):
+            lines.append(f"{row['key']} = {row['value']}  ({row['origin']}) {row['why']}")
+            lines += [f"    not {loser['value']}: {_cut(loser)}" for loser in row["losers"]]
+    phases: dict[tuple[str, str, str], list[str]] = {}
+    for name, choice in document["plan"]["ops"].items():
+        site, _, phase = name.partition("@")
+        phases.setdefault((site, choice["impl"], choice["quality"]), []).append(phase)
+    lines += [
+        f"  {site:<20} {impl:<28} {quality:<10} {', '.join(found)}"
+        for (site, impl, quality), found in phases.items()
+    ]
     return "\n".join(lines)
 
 
-def _rows(value: object) -> dict[str, object]:
-    return value if isinstance(value, dict) else {}
+def _cut(loser: dict[str, Any], limit: int = 160) -> str:
+    first = str(loser["reasons"][0]["message"]) if loser["reasons"] else "no reason given"
+    more = len(loser["reasons"]) - 1
+    shown = first if len(first) <= limit else first[:limit].rstrip() + " ..."
+    return shown + (f" (all reasons: --json)" if more > 0 or shown != first else "")
 
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "fastapi", "uvicorn", "pyzmq")

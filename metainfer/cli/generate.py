@@ -38,7 +38,13 @@ def generate(
     /,
     *,
     prompt: Annotated[
-        str, _flag("--prompt", "-p", text="text to continue; - reads standard input")
+        str,
+        Parameter(
+            name=("--prompt", "-p"),
+            help="text to continue; - reads standard input",
+            group=SAMPLING,
+            allow_leading_hyphen=True,
+        ),
     ],
     max_tokens: Annotated[int, _flag("--max-tokens", text="most tokens to generate")] = 128,
     temperature: Annotated[float, _flag("--temperature", text="0 = greedy")] = 0.0,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from metainfer.cli.flags import Json
 from metainfer.cli.output import Result
 from metainfer.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from metainfer.kernels.audit import Build
 
 
 def app() -> App:
@@ -26,39 +29,28 @@ def list_kernels(*, as_json: Json = False) -> Result:
     Example: metainfer kernels list --json
     """
     from metainfer.engine.machine import open_machine
+    from metainfer.kernels import audit
 
     machine = open_machine()
-    rows: list[dict[str, object]] = []
-    for impl in machine.registry.impls():
-        evidence = machine.evidence.get(impl.id)
-        rows.append(
-            {
-                "op": impl.op,
-                "impl": impl.id,
-                "provider": impl.provider,
-                "dtypes": sorted(impl.dtypes),
-                "phases": sorted(phase.value for phase in impl.phases),
-                "requires_layout": dict(impl.requires_layout),
-                "conditions": [_name(condition) for condition in impl.conditions],
-                "native_when": [_name(condition) for condition in impl.native_when],
-                "evidence": None if evidence is None else evidence.value,
-            }
-        )
+    rows = audit.list_kernels(machine.registry, machine.facts, tuple(machine.qualified.values()))
     text = "\n".join(
-        f"{row['impl']:<32} {row['provider']:<10} {row['evidence'] or 'no evidence'}"
+        f"{row['kernel']:<32} {row['provider']:<10} {row['evidence']:<20} {_here(row)}"
         for row in rows
     )
     return Result({"kernels": rows}, text)
 
 
-def _name(condition: object) -> str:
-    return str(getattr(condition, "describe", None) or getattr(condition, "__name__", condition))
+def _here(row: dict[str, Any]) -> str:
+    if row["runs_here"]:
+        return "runs here"
+    return "; ".join(reason["message"] for reason in row["conditions"])
 
 
 def compile_kernels(
     *,
     target: Annotated[
-        tuple[str, ...], Parameter(help="sm_80, sm_90a, ... (repeatable or separated by commas)")
+        tuple[str, ...],
+        Parameter(negative="", help="sm_80, sm_90a, ... (repeatable or separated by commas)"),
     ] = (),
     plan: Annotated[Path | None, Parameter(help="compile only what this plan chose")] = None,
     as_json: Json = False,
@@ -67,20 +59,31 @@ def compile_kernels(
 
     Example: metainfer kernels compile --target sm_120a
     """
-    from importlib.util import find_spec
+    import json
+
+    from metainfer.kernels import audit
+    from metainfer.ops.catalog import all_variants, builtin_registry
 
     targets = [name for item in target for name in item.split(",") if name]
-    if find_spec("metainfer.kernels.compile") is None:
-        raise UsageError(
-            "There are no kernels to compile ahead of time in this version.",
-            "See `metainfer kernels list`.",
-            code="nothing_to_compile",
-        )
-    from metainfer.kernels.compile import compile_all
-
-    document = compile_all(targets, plan)
-    rows = document["kernels"]
-    text = "\n".join(
-        f"{row['kernel']:<32} {row['target']:<8} {'ok' if row['ok'] else 'failed'}" for row in rows
+    variants = all_variants()
+    if plan is not None:
+        try:
+            ops = json.loads(plan.read_text())["plan"]["ops"]
+            chosen = {choice["impl"] for choice in ops.values()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"{plan} holds no plan: {error!r}.", "Pass what `metainfer plan --json` printed."
+            ) from error
+        variants = tuple(variant for variant in variants if variant.impl in chosen)
+    builds = audit.compile_all(
+        targets or audit.DEFAULT_TARGETS, registry=builtin_registry(), variants=variants
     )
-    return Result(document, text, int(not all(row["ok"] for row in rows)))
+    text = "\n".join(f"{build.kernel:<40} {build.target:<8} {_outcome(build)}" for build in builds)
+    failed = any(not build.ok and not build.refused for build in builds)
+    return Result({"kernels": [build.to_json() for build in builds]}, text, int(failed))
+
+
+def _outcome(build: Build) -> str:
+    if build.ok:
+        return f"ok, {build.shared_bytes} B shared, {build.registers} registers"
+    return f"{'refused' if build.refused else 'failed'}: {'; '.join(build.reasons)}"

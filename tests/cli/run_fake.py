@@ -1,0 +1,18 @@
+"""The command line over the fake engine: ``run_fake.py [ENGINE FLAG ...] -- VERB ...``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from metainfer.cli import clients
+from metainfer.cli.main import run
+from metainfer.engine import text_stream
+
+FAKE = Path(__file__).parents[1] / "server" / "fake_engine.py"
+
+if __name__ == "__main__":
+    split = sys.argv.index("--")
+    clients.command = (sys.executable, str(FAKE), *sys.argv[1:split])
+    text_stream.load_text = lambda reference, vocab_size: text_stream.byte_text(vocab_size)
+    sys.exit(run(sys.argv[split + 1 :]))

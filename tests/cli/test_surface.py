@@ -1,0 +1,90 @@
+"""The public surface is frozen: adding a flag is an edit here, in the same commit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from command import cli, environ
+
+ENGINE = {
+    "--context", "--max-model-len", "--concurrency", "--max-num-seqs", "--kv-memory",
+    "--chunk-tokens", "--max-num-batched-tokens", "--page-tokens", "--block-size", "--threads",
+    "--goal", "--dtype", "--platform", "--op", "--layout", "--allow-fallback",
+    "--no-prefix-cache", "--no-enable-prefix-caching",
+}  # fmt: skip
+SAMPLING = {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed"}
+FLAGS: dict[tuple[str, ...], set[str]] = {
+    ("serve",): ENGINE | {
+        "--host", "--port", "--api-key", "--served-model-name", "--chat-template", "--max-pending",
+        "--max-body", "--drain-grace", "--shutdown-timeout", "--keep-alive", "--json",
+    },
+    ("generate",): ENGINE | SAMPLING | {"--prompt", "--stop", "--chat", "--json"},
+    ("chat",): ENGINE | SAMPLING | {"--system", "--json"},
+    ("doctor",): ENGINE | {"--model", "--machine", "--json"},
+    ("plan",): ENGINE | {"--model", "--machine", "--json"},
+    ("kernels", "list"): {"--json"},
+    ("kernels", "compile"): {"--target", "--plan", "--json"},
+    ("bench", "offline"): ENGINE | {
+        "--prompt-tokens", "--output-tokens", "--batch", "--prefill-tokens", "--repeats",
+        "--against", "--seed", "--json",
+    },
+    ("version",): {"--json"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", FLAGS, ids=" ".join)
+def test_flags_are_frozen(verb: tuple[str, ...]) -> None:
+    done = cli(*verb, "--help")
+    assert done.returncode == 0
+    listed = set()
+    for line in done.stdout.splitlines():
+        cell = line.strip("│ ")
+        if re.match(r"(\*\s+)?(-|[A-Z]+ --)", cell):
+            listed |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", cell.split("  ")[0] + " " + cell))
+    text = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", done.stdout))
+    wrapped = {flag for flag in FLAGS[verb] if flag in text}
+    assert wrapped == FLAGS[verb], FLAGS[verb] - wrapped
+    assert listed - FLAGS[verb] - {"--model", "--help"} == set()
+
+
+def test_verbs_are_frozen() -> None:
+    done = cli("--help")
+    verbs = set(re.findall(r"^│ ([a-z]+) ", done.stdout, re.MULTILINE))
+    assert verbs == {verb[0] for verb in FLAGS}
+
+
+def test_help_is_quick_and_light() -> None:
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        assert cli("--help").returncode == 0
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.5, seconds
+    code = "import sys, metainfer.cli.main as m; m.build(); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environ(), check=True
+    )
+    heavy = {"torch", "numpy", "fastapi", "starlette", "pydantic", "uvicorn", "zmq", "tokenizers",
+             "jinja2", "transformers", "triton", "prometheus_client"}  # fmt: skip
+    assert heavy.isdisjoint(done.stdout.split())
+
+
+def test_the_server_process_has_no_torch() -> None:
+    code = (
+        "import sys, metainfer.server.app, metainfer.server.run, metainfer.engine.client\n"
+        "from metainfer.engine.text_stream import byte_text\n"
+        "byte_text(300)\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_version() -> None:
+    import metainfer
+
+    assert cli("--version").stdout.strip() == metainfer.__version__
+    assert metainfer.__version__ in cli("version").stdout
