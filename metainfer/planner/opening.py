@@ -38,11 +38,11 @@ def open_model(reference: str, *, fetch: bool = True) -> OpenedModel:
         ModelError, UsageError: with cause and remedy.
     """
     source = resolve(reference, fetch=fetch)
-    if source.random is not None:
-        config = random_config(source.random.family, source.random.params)
+    if (drawn := source.random) is not None:
+        config = random_config(drawn.family, drawn.params)
         source = replace(source, config=config)
         arch = read_arch(config, reference)
-        seed = int(source.random.params.get("seed", "0"))
+        seed = int(drawn.params.get("seed", "0"))
         return _opened(source, arch, None, lambda name: RANDOM_SCHEME, seed)
     assert source.path is not None
     arch = read_arch(source.config, str(source.path))
