@@ -92,7 +92,7 @@ def _cut(loser: dict[str, Any], limit: int = 160) -> str:
     first = str(loser["reasons"][0]["message"]) if loser["reasons"] else "no reason given"
     more = len(loser["reasons"]) - 1
     shown = first if len(first) <= limit else first[:limit].rstrip() + " ..."
-    return shown + (f" (all reasons: --json)" if more > 0 or shown != first else "")
+    return shown + (" (all reasons: --json)" if more > 0 or shown != first else "")
 
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "fastapi", "uvicorn", "pyzmq")

@@ -50,6 +50,7 @@ OnProgress = Callable[[Progress], None]
 
 _DRAIN_AFTER_DEATH_S = 0.05
 _TERM_S = 2.0
+_MESSAGES_PER_TURN = 64
 
 
 class EngineRefusedError(UserError):
@@ -196,6 +197,7 @@ class _DemuxClient(ABC):
                     code="engine_died",
                 )
             )
+            self._ready.exception()  # looked at: nobody may be waiting for it any more
         for box in self._boxes.values():
             box.put(self._dead)
         self.died.set()
@@ -253,20 +255,19 @@ class ProcessClient(_DemuxClient):
             UserError: the engine refused to start, or ended before it was ready.
         """
         import zmq
-        import zmq.asyncio
 
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         self._folder = tempfile.mkdtemp(prefix="metainfer-")  # mode 0700
         address = f"ipc://{self._folder}/engine"
         try:
-            self._context = zmq.asyncio.Context()
+            self._context = zmq.Context()
             self._socket = self._context.socket(zmq.PAIR)
             self._socket.set_hwm(0)  # a full queue would block or drop; requests are bounded above
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.bind(address)
+            loop.add_reader(self._socket.fd, self._on_readable)
             self._spawn(address)
-            self._keep(asyncio.ensure_future(self._pump()))
             return await self._ready
         except BaseException:
             await self.close(drain=False, grace_s=0.0)
@@ -292,14 +293,28 @@ class ProcessClient(_DemuxClient):
         self._tasks.add(future)
         future.add_done_callback(self._tasks.discard)
 
-    async def _pump(self) -> None:
-        while True:
-            self._receive(self._decode(await self._socket.recv()))
+    def _on_readable(self) -> None:
+        """Take every message that is there: the descriptor tells of a change, not of a state."""
+        import zmq
+
+        for _ in range(_MESSAGES_PER_TURN):
+            if self._socket is None:
+                return
+            try:
+                self._receive(self._decode(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return
+            except msgspec.DecodeError as error:
+                self._die(f"it sent a message that cannot be read: {error}")
+        asyncio.get_running_loop().call_soon(self._on_readable)  # let others have a turn
 
     def _send(self, message: ToEngine) -> None:
-        sent = self._socket.send(self._encode(message))
-        if not sent.done():
-            self._keep(sent)
+        import zmq
+
+        with suppress(zmq.Again):  # the engine is gone; its pidfd tells
+            self._socket.send(self._encode(message), zmq.NOBLOCK)
+        # Sending may swallow the descriptor's sign that something came in.
+        asyncio.get_running_loop().call_soon(self._on_readable)
 
     def _on_exit(self) -> None:
         self._unwatch()
@@ -309,6 +324,7 @@ class ProcessClient(_DemuxClient):
     async def _after_exit(self) -> None:
         # Its last words (Failed, last outputs) may still be in the socket.
         await asyncio.sleep(_DRAIN_AFTER_DEATH_S)
+        self._on_readable()
         if self._child is not None:
             self._die(self._child.describe_exit())
 
@@ -326,6 +342,7 @@ class ProcessClient(_DemuxClient):
         for task in tuple(self._tasks):
             task.cancel()
         if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fd)
             self._socket.close(linger=0)
             self._context.term()
             self._socket = None

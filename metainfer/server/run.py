@@ -196,6 +196,7 @@ def _uvicorn(state: ServerState) -> Any:
     config = uvicorn.Config(
         create_app(state),
         log_config=None,
+        log_level="warning",
         access_log=False,
         lifespan="off",
         server_header=False,

@@ -150,6 +150,7 @@ def main() -> int:
     parser.add_argument("--die-at-start", action="store_true")
     parser.add_argument("--hang-at-start", action="store_true")
     parser.add_argument("--deaf", action="store_true", help="take requests, never answer")
+    parser.add_argument("--garble", action="store_true", help="answer with what is no message")
     parser.add_argument("--ignore-stop", action="store_true")
     options = parser.parse_args()
     intent = json.loads(sys.stdin.readline())["intent"]
@@ -199,7 +200,7 @@ def main() -> int:
             busy = bool(fake.live) and not options.deaf
         if options.step_ms:
             time.sleep(options.step_ms / 1000)
-        send(fake.step())
+        send({"type": "outputs", "outputs": 1} if options.garble else fake.step())
         if fake.dying:
             time.sleep(0.2)  # let the socket's thread hand over what was sent
             os._exit(3)

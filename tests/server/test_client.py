@@ -172,6 +172,18 @@ def test_death_is_told_by_the_kernel() -> None:
     asyncio.run(go())
 
 
+def test_a_message_that_cannot_be_read_is_a_death() -> None:
+    async def go() -> None:
+        client = process_client("--garble")
+        await client.start()
+        with pytest.raises(RequestError) as caught:
+            await asyncio.wait_for(text_of(client, "x", 5), 5)
+        assert caught.value.code == "engine_dead" and "cannot be read" in str(caught.value)
+        await client.close(drain=False, grace_s=5)
+
+    asyncio.run(go())
+
+
 def test_start_phases_and_refusal() -> None:
     async def go() -> None:
         seen: list[Progress] = []
