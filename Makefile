@@ -8,7 +8,7 @@ SIDE := .cache
 TRITONS := $(SIDE)/triton-3.6.0 $(SIDE)/triton-3.7.1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types quick bench gpu clean
+.PHONY: help demo test lint types quick bench wheel clean
 
 help: ## list targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -49,6 +49,10 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
 $(SIDE)/triton-%: | $(VENV)/bin/python
 	$(PIP) install -q --no-deps --target $@.part triton==$*
 	@mv $@.part $@
+
+wheel: $(VENV)/bin/python ## build dist/*.whl, as the Containerfile takes it
+	rm -rf dist build
+	$(PIP) wheel -q --no-deps -w dist .
 
 clean: ## remove environment and caches
 	rm -rf $(VENV) $(SIDE) .stamps .pytest_cache .mypy_cache .ruff_cache
