@@ -177,31 +177,32 @@ MI_INLINE float v_most(v16 a) {
     for (int i = 1; i < 16; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
     return lanes[0];
 }
+typedef uint16_t vn_half __attribute__((vector_size(2 * V16_WIDTH)));
+typedef int8_t vn_byte __attribute__((vector_size(V16_WIDTH)));
 /* float16 -> float32, exact for every finite value, whatever the flush-denormal mode. */
-MI_INLINE float mi_half(uint16_t h) {
-    uint32_t magnitude = h & 0x7fffu;
-    float value;
-    if (magnitude < 0x400u) {
-        value = (float)(int32_t)magnitude * 0x1p-24f;
-    } else {
-        uint32_t bits = (magnitude << 13) + (112u << 23);
-        memcpy(&value, &bits, 4);
-    }
-    return h & 0x8000u ? -value : value;
+MI_INLINE vn vn_from_half(vni h) {
+    const vni magnitude = h & 0x7fff, sign = (h & 0x8000) << 16;
+    const vn small = __builtin_convertvector(magnitude, vn) * 0x1p-24f;
+    const vn normal = (vn)((magnitude << 13) + (112 << 23));
+    return (vn)((vni)vn_choose(magnitude < 0x400, small, normal) | sign);
 }
 MI_INLINE v16 v_load_half(const uint8_t *p) {
-    float lanes[16];
-    for (int i = 0; i < 16; i++) {
-        uint16_t h;
-        memcpy(&h, p + 2 * i, 2);
-        lanes[i] = mi_half(h);
+    v16 r;
+    MI_UNROLL for (int i = 0; i < V16_PARTS; i++) {
+        vn_half h;
+        memcpy(&h, p + 2 * i * V16_WIDTH, sizeof(h));
+        r.p[i] = vn_from_half(__builtin_convertvector(h, vni));
     }
-    return v_load(lanes);
+    return r;
 }
 MI_INLINE v16 v_load_int8(const uint8_t *p) {
-    float lanes[16];
-    for (int i = 0; i < 16; i++) lanes[i] = (float)(int8_t)p[i];
-    return v_load(lanes);
+    v16 r;
+    MI_UNROLL for (int i = 0; i < V16_PARTS; i++) {
+        vn_byte b;
+        memcpy(&b, p + i * V16_WIDTH, sizeof(b));
+        r.p[i] = __builtin_convertvector(__builtin_convertvector(b, vni), vn);
+    }
+    return r;
 }
 MI_INLINE vn vn_exp(vn a) {
     const vn zero = {0};

@@ -22,9 +22,9 @@ enum { TILE = 16, BLOCK = 32, CHUNK = 64, PANEL = 512 };
 #if V16_REGISTERS >= 32
 enum { T_STEP = 8, MR = 14, NR = 2, STREAM_MAX = 16 };
 #elif V16_REGISTERS >= 8
-enum { T_STEP = 4, MR = 6, NR = 1, STREAM_MAX = 8 };
+enum { T_STEP = 4, MR = 6, NR = 1, STREAM_MAX = 4 };
 #else
-enum { T_STEP = 2, MR = 3, NR = 1, STREAM_MAX = 6 };
+enum { T_STEP = 2, MR = 3, NR = 1, STREAM_MAX = 2 };
 #endif
 enum {
     X_STRIDE = PANEL + 16, /* floats; not a multiple of 4 KiB, so rows fall into different sets */
