@@ -79,6 +79,7 @@ def assemble(
             groups=resolved.groups,
             device=device,
             slots=plan.limits.max_running,
+            step_tokens=plan.limits.step_tokens,
             max_context=plan.limits.max_context,
             vocab=arch.vocab_size,
             graph_buckets=_buckets(plan.limits.max_running) if graphs else (),

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 
 from metainfer.core.errors import InternalError
-from metainfer.core.step import Phase, RunResult, Segment, StepPlan, StepResult
+from metainfer.core.request import SamplingParams
+from metainfer.core.step import (
+    NewRequest,
+    PageGrant,
+    Phase,
+    RankTokens,
+    RunResult,
+    Segment,
+    StepPlan,
+    StepResult,
+    TokenRun,
+)
 from metainfer.executor.graphs import DecodeGraphs
 from metainfer.executor.inputs import build
 from metainfer.executor.sampler import finish_runs
@@ -22,6 +33,8 @@ from metainfer.executor.slots import SlotTable
 from metainfer.kernels.table import OpTable
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.kv.store.pools import KVStore
+
+CPU_LIMIT_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +47,7 @@ class LocalParts:
     groups: Sequence[GroupSpec]
     device: torch.device
     slots: int
+    step_tokens: int
     max_context: int
     vocab: int
     graph_buckets: tuple[int, ...] = ()
@@ -47,17 +61,31 @@ class LocalExecutor:
         self._slots = SlotTable(parts.groups, parts.slots, parts.max_context, parts.vocab)
         self._graphs: DecodeGraphs | None = None
 
-    def warm(self, on_bucket: Callable[[str], None] | None = None) -> None:
-        """Run every phase once and capture the decode graphs, so that nothing compiles later."""
-        for phase in (Phase.CHUNK, Phase.MIXED, Phase.DECODE):
-            if on_bucket is not None:
-                on_bucket(phase.value)
-            self._warm_phase(phase)
-        if self._parts.graph_buckets:
-            self._graphs = DecodeGraphs(self._parts)
-            for bucket in self._parts.graph_buckets:
-                if on_bucket is not None:
-                    on_bucket(f"graph {bucket}")
+    def warm(self, on_bucket: Callable[[str], None] = lambda name: None) -> None:
+        """Run every phase, a chunk that ends at the advertised context, and capture the graphs.
+
+        After this nothing is left to compile, and the largest transients have been allocated.
+        """
+        parts = self._parts
+        at_limit = min(parts.step_tokens, parts.max_context)
+        if parts.device.type == "cpu":
+            # Host memory is not the limit there; a full chunk at the limit would cost seconds.
+            at_limit = min(at_limit, CPU_LIMIT_TOKENS)
+        short = min(16, parts.step_tokens, parts.max_context)
+        for phase, runs in (
+            (Phase.CHUNK, [(0, short)]),
+            (Phase.MIXED, [(0, short), (0, 1)]),
+            (Phase.DECODE, [(0, 1)] * 2),
+            (Phase.DECODE, [(parts.max_context - 1, 1)]),
+            (Phase.CHUNK, [(parts.max_context - at_limit, at_limit)]),
+        ):
+            start, length = runs[0]
+            on_bucket(f"{phase.value}, {length} tokens from {start}")
+            self._warm_segment(phase, runs[: parts.slots])
+        if parts.graph_buckets:
+            self._graphs = DecodeGraphs(parts)
+            for bucket in parts.graph_buckets:
+                on_bucket(f"decode graph of {bucket}")
                 self._graphs.capture(bucket)
 
     @torch.inference_mode()
@@ -98,28 +126,24 @@ class LocalExecutor:
         logits = parts.model.logits(hidden, inputs, phase_ops)
         return finish_runs(logits, rank.runs, self._slots, phase_ops)
 
-    @torch.inference_mode()
-    def _warm_phase(self, phase: Phase) -> None:
-        """One small segment on page 0, which no request ever owns."""
-        from metainfer.core.request import SamplingParams
-        from metainfer.core.step import NewRequest, PageGrant, RankTokens, TokenRun
-
-        lengths = {Phase.CHUNK: (16,), Phase.MIXED: (16, 1), Phase.DECODE: (1, 1)}[phase]
+    def _warm_segment(self, phase: Phase, runs: Sequence[tuple[int, int]]) -> None:
+        """One segment of (start, length) runs whose pages are all page 0, which nobody owns."""
         parts = self._parts
-        lengths = lengths[: parts.slots]
         params = SamplingParams(temperature=0.0)
+        slots = range(len(runs))
         new = tuple(
-            NewRequest("warm", slot, 0, (0,) * count, count, 0, params)
-            for slot, count in enumerate(lengths)
+            NewRequest("warm", slot, 0, (0,) * length, length, 0, params)
+            for slot, (_, length) in zip(slots, runs, strict=True)
         )
         pages = tuple(
-            PageGrant(slot, group.index, 0, (0,) * group.pages_for(count))
-            for slot, count in enumerate(lengths)
+            PageGrant(slot, group.index, 0, (0,) * group.pages_for(start + length))
+            for slot, (start, length) in zip(slots, runs, strict=True)
             for group in parts.groups
         )
-        runs = tuple(
-            TokenRun(slot, 0, (0,) * count, 1, 0, True) for slot, count in enumerate(lengths)
+        tokens = tuple(
+            TokenRun(slot, start, (0,) * length, 1, 0, True)
+            for slot, (start, length) in zip(slots, runs, strict=True)
         )
-        segment = Segment(phase, "warm", (RankTokens(runs),))
+        segment = Segment(phase, "warm", (RankTokens(tokens),))
         self.execute(StepPlan(0, (segment,), new, pages))
-        self._slots.apply(StepPlan(0, (), released=tuple(range(len(lengths)))))
+        self._slots.apply(StepPlan(0, (), released=tuple(slots)))
