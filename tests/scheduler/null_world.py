@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from metainfer.core.clock import VirtualClock
 from metainfer.core.errors import InternalError, RequestError
@@ -64,14 +64,24 @@ SHAPES: dict[str, tuple[CacheSpec, ...]] = {
     "dense": (paged(0),),
     "window": (window(0, 11),),
     "swa": (paged(0), window(1, 9)),
+    "narrow": (paged(0), window(1, 3)),
     "state": (snapshot(0),),
     "hybrid": (paged(0), snapshot(1)),
+    "grids": (paged(0), window(1, 9), snapshot(2)),
     "v4": (paged(0, 4), paged(1, 8), window(2, 13), cursor(3), cursor(4, clean=8), snapshot(5)),
 }
 
 
 def groups_of(shape: str, page: int, snapshot_tokens: int = 0) -> tuple[GroupSpec, ...]:
-    return form_groups(SHAPES[shape], page_tokens=page, snapshot_tokens=snapshot_tokens)
+    """The groups of a shape; "grids" has another page in each group and a state between them."""
+    groups = form_groups(SHAPES[shape], page_tokens=page, snapshot_tokens=snapshot_tokens)
+    if shape != "grids":
+        return groups
+    return (
+        replace(groups[0], page_tokens=page // 2),
+        groups[1],
+        replace(groups[2], snapshot_tokens=page * 3 // 2),
+    )
 
 
 def sizes_of(

@@ -11,7 +11,7 @@ from metainfer.scheduler.config import SchedulerConfig
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_answers_equal_straight_line(shape: str, late: bool) -> None:
-    sizes = sizes_of(groups_of(shape, 8), pages=40, slots=4)
+    sizes = sizes_of(groups_of(shape, 8), pages=80, slots=4)
     config = SchedulerConfig(
         max_context=120, max_running=4, step_tokens=40, mixed_prefill_tokens=16
     )

@@ -122,6 +122,17 @@ def test_preemption_takes_the_last_in_order_and_recomputes_it() -> None:
     assert one.answers["high"].times[-1] <= one.answers["low"].times[-1]
 
 
+def test_admission_promises_no_page_twice() -> None:
+    """Two prompts that fit one after the other do not run together only to preempt each other."""
+    one = world(pages=21, max_context=150, step_tokens=16)
+    for name in "ab":
+        one.add(request(name, [ord(name)] * 100, 10))
+    one.run()
+    one.check()
+    assert one.scheduler.counters.preemptions == 0
+    assert one.answers["a"].times[-1] <= one.answers["b"].times[0]
+
+
 def test_a_seeded_stream_survives_preemption() -> None:
     one = world(pages=9, step_tokens=64, mixed_prefill_tokens=64)
     for i in range(3):

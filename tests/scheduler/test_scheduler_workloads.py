@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from null_world import SHAPES, VOCAB, World, groups_of, request, sizes_of
 
 from metainfer.core.request import FinishReason, Request
+from metainfer.core.step import PENDING
 from metainfer.kv.book.capacity import longest
 from metainfer.scheduler.config import SchedulerConfig
 
@@ -38,14 +40,26 @@ class OracleDrafts:
         return [t if self.random.random() < self.accuracy else (t + 1) % VOCAB for t in found]
 
 
-def play(draw: random.Random, shape: str, *, late: bool, drafts: int, domains: int) -> World:
+def play(
+    draw: random.Random,
+    shape: str,
+    *,
+    late: bool,
+    drafts: int,
+    domains: int,
+    keep_plans: bool = False,
+) -> World:
     """One random workload, to its end."""
     page = draw.choice([2, 4, 8]) if shape != "v4" else 8
+    page = 4 if shape == "grids" else page
     groups = groups_of(shape, page, page * draw.choice([1, 2]) if shape == "hybrid" else 0)
-    max_context = draw.choice([24, 40, 64])
+    max_context = draw.choice([24, 40, 64, 100])
     least = max(g.live_pages(max_context) for g in groups)
-    pages = 1 + draw.randint(max(1, least // 2), max(2, least * 3))
-    slots = draw.randint(1, 5)
+    tight = draw.random() < 0.5  # one long answer fills the pool: preemption is the rule
+    pages = 1 + (
+        least + draw.randint(0, 2) if tight else draw.randint(max(1, least // 2), max(2, 3 * least))
+    )
+    slots = draw.randint(2, 6) if tight else draw.randint(1, 5)
     sizes = sizes_of(
         groups, pages=pages, slots=slots, snapshots=draw.randint(0, 6), domains=domains
     )
@@ -60,20 +74,22 @@ def play(draw: random.Random, shape: str, *, late: bool, drafts: int, domains: i
     source = OracleDrafts(draw.choice([0.0, 0.5, 0.9, 1.0]), draw.randint(0, 99))
     world = World(sizes, config, drafts=source if drafts else None, late=late)
     source.world = world
+    world.keep_plans = keep_plans
     stems = [[draw.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+    chance = 0.2 if tight else 0.8
     live: list[str] = []
     for i in range(draw.randint(3, 14)):
-        stem = draw.choice(stems)[: draw.randint(0, 40)]
+        stem = draw.choice(stems)[: draw.randint(0, 8 if tight else 40)]
         prompt = stem + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 12))]
         item = request(
             f"r{i}",
             prompt,
-            draw.choice([0, 1, 3, 8, 20]),
+            draw.choice([10, 30, 80] if tight else [0, 1, 3, 8, 20]),
             priority=draw.choice([0, 0, 0, 1, 2]),
             cache_salt=draw.choice(["", "", "tenant"]),
             seed=draw.choice([None, 7]),
-            eos_token_ids=(draw.randrange(VOCAB),),
-            stop_token_ids=tuple(draw.sample(range(VOCAB), 2)),
+            eos_token_ids=(draw.randrange(VOCAB),) if draw.random() < chance else (),
+            stop_token_ids=(draw.randrange(VOCAB),) if draw.random() < chance else (),
             ignore_eos=draw.random() < 0.2,
             prompt_logprobs=0 if draw.random() < 0.15 else None,
         )
@@ -85,9 +101,9 @@ def play(draw: random.Random, shape: str, *, late: bool, drafts: int, domains: i
             assert too_long or total > longest(sizes), f"{error} but it fits"
             continue
         live.append(item.request_id)
-        for _ in range(draw.choice([0, 0, 1, 2, 5])):
+        for _ in range(draw.choice([0, 0, 0, 0, 1] if tight else [0, 0, 1, 2, 5])):
             world.step()
-        if live and draw.random() < 0.15:
+        if draw.random() < 0.15:
             world.cancel(draw.choice(live))
     world.run()
     world.check()
@@ -105,7 +121,7 @@ def check_rows(world: World) -> None:
 
 
 QUICK = settings(
-    max_examples=int(os.environ.get("WORKLOADS", "80")),
+    max_examples=int(os.environ.get("WORKLOADS", "30")),
     deadline=None,
     database=None,
     derandomize="WORKLOADS" not in os.environ,
@@ -140,3 +156,38 @@ def test_domains_never_change_answers(
     shape: str, seed: int, late: bool, drafts: int, domains: int
 ) -> None:
     play(random.Random(seed), shape, late=late, drafts=drafts, domains=domains)
+
+
+def test_workloads_exercise_what_they_claim() -> None:
+    """The events that make the workloads hard really occur, in number."""
+    seen: Counter[str] = Counter()
+    for seed in range(60):
+        world = play(
+            random.Random(seed),
+            "v4",
+            late=seed % 2 == 1,
+            drafts=seed % 3,
+            domains=1,
+            keep_plans=True,
+        )
+        counters, manager = world.scheduler.counters, world.kv[0]
+        seen["preempted"] += counters.preemptions
+        seen["rejected requests"] += counters.rejected
+        seen["cancelled"] += counters.cancelled
+        seen["hits"] += manager.watch.hits
+        seen["accepted drafts"] += counters.accepted_drafts
+        seen["refused drafts"] += counters.drafted_tokens - counters.accepted_drafts
+        seen["evicted pages"] += sum(pool.evictions for pool in manager.pools)
+        seen["evicted snapshots"] += sum(p.evictions for p in manager.snapshots.values())
+        for plan in world.plans:
+            seen.update(f"move {move.kind}" for move in plan.moves)
+            seen.update(f"phase {segment.phase}" for segment in plan.segments)
+            runs = [run for s in plan.segments for rank in s.ranks for run in rank.runs]
+            seen["placeholders"] += sum(PENDING in run.tokens for run in runs)
+        seen.update(f"end {answer.finish}" for answer in world.answers.values())
+    wanted = [f"move {kind}" for kind in ("save", "load", "zero")]
+    wanted += [f"phase {phase}" for phase in ("chunk", "mixed", "decode", "verify")]
+    wanted += [f"end {finish}" for finish in ("stop", "length", "cancelled")]
+    wanted += ["preempted", "rejected requests", "cancelled", "hits", "placeholders"]
+    wanted += ["accepted drafts", "refused drafts", "evicted pages", "evicted snapshots"]
+    assert {name: seen[name] for name in wanted if seen[name] < 10} == {}
