@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -58,4 +58,13 @@ def offline(
     document = run(
         engine.intent(model), options, lambda text: print(text, file=sys.stderr, flush=True)
     )
-    return Result(document)
+    return Result(document, table(document))
+
+
+def table(document: dict[str, Any]) -> str:
+    """One line per row: what, whose, median, spread, count."""
+    return "\n".join(
+        f"{row['row']:<40} {row['engine']:<14} {row['median']:>9.1f} {row['unit']}"
+        f"  (mad {row['mad']:.1f}, n {row['n']})"
+        for row in document["rows"]
+    )

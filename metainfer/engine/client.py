@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -118,6 +119,7 @@ class _DemuxClient(ABC):
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._phase = "start"
         self.died = asyncio.Event()
+        self.last_heard = time.monotonic()  # the latest step's results came in
 
     @abstractmethod
     def _send(self, message: ToEngine) -> None:
@@ -164,6 +166,7 @@ class _DemuxClient(ABC):
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
+            self.last_heard = time.monotonic()
             self._stats = message.stats
             for output in message.outputs:
                 box = self._boxes.get(output.request_id)
@@ -268,7 +271,10 @@ class ProcessClient(_DemuxClient):
             self._socket.bind(address)
             loop.add_reader(self._socket.fd, self._on_readable)
             self._spawn(address)
-            return await self._ready
+            info = await self._ready
+            # Connected: the name has served, and nothing is left behind if we are killed.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            return info
         except BaseException:
             await self.close(drain=False, grace_s=0.0)
             raise
@@ -358,7 +364,7 @@ class EngineLike(Protocol):
 
     def submit(self, request: Request) -> None: ...
 
-    def cancel(self, request_ids: Sequence[str]) -> None: ...
+    def cancel(self, request_ids: Sequence[str]) -> Sequence[RequestOutput]: ...
 
     def step(self) -> tuple[Sequence[RequestOutput], EngineStats]: ...
 
@@ -431,7 +437,8 @@ class InprocClient(_DemuxClient):
                 if isinstance(message, Submit):
                     self._admit(engine, message)
                 elif isinstance(message, Cancel):
-                    engine.cancel(message.request_ids)
+                    ended = tuple(engine.cancel(message.request_ids))
+                    self._post(self._receive, Outputs(ended, self._stats))
                 elif message.drain:
                     stopping = True
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -79,16 +80,18 @@ def _add_routes(app: Any, state: ServerState) -> None:
         return convert(value, kind)
 
     async def chat(request: Request) -> Any:
+        arrived = perf_counter()
         body: ChatRequest = await body_of(request, ChatRequest)
-        job = await chat_job(state, body)
+        job = await chat_job(state, body, arrived)
         top = body.top_logprobs or 0
         if body.stream:
             return EventReply(chat_events(state, job, top), state.keep_alive)
         return JsonReply(lambda: chat_answer(state, job, top))
 
     async def completion(request: Request) -> Any:
+        arrived = perf_counter()
         body: CompletionRequest = await body_of(request, CompletionRequest)
-        job = await completion_job(state, body)
+        job = await completion_job(state, body, arrived)
         how: dict[str, Any] = {"echo": bool(body.echo), "top": body.logprobs}
         if body.stream:
             return EventReply(completion_events(state, job, **how), state.keep_alive)

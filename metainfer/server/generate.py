@@ -24,11 +24,10 @@ async def deltas(state: ServerState, job: Job) -> AsyncGenerator[Item, None]:
     Raises:
         RequestError: refused by the engine, or a choice failed; the other choices are cancelled.
     """
-    state.pending += len(job.choices)
+    state.opened(len(job.choices))
     outcome = "cancelled"
-    started = perf_counter()
     try:
-        merged = _one(state, job.choices[0]) if len(job.choices) == 1 else _many(state, job)
+        merged = _one(state, job, job.choices[0]) if len(job.choices) == 1 else _many(state, job)
         async with aclosing(merged) as items:
             async for item in items:
                 yield item
@@ -38,12 +37,12 @@ async def deltas(state: ServerState, job: Job) -> AsyncGenerator[Item, None]:
         raise
     finally:
         state.pending -= len(job.choices)
-        state.metrics.request_done(job, outcome, perf_counter() - started)
+        state.metrics.request_done(job, outcome, perf_counter() - job.arrived)
 
 
-async def _one(state: ServerState, choice: Choice) -> AsyncGenerator[Item, None]:
+async def _one(state: ServerState, job: Job, choice: Choice) -> AsyncGenerator[Item, None]:
     metrics = state.metrics
-    started = last = perf_counter()
+    last = 0.0
     async with aclosing(state.client.submit(choice.request)) as outputs:  # type: ignore[type-var]
         async for output in outputs:
             first = choice.text.completion_tokens == 0
@@ -51,7 +50,7 @@ async def _one(state: ServerState, choice: Choice) -> AsyncGenerator[Item, None]
             now = perf_counter()
             if delta.tokens:
                 if first:
-                    metrics.first_token.observe(now - started)
+                    metrics.first_token.observe(now - job.arrived)
                 else:
                     metrics.token_gap.observe(now - last, len(delta.tokens))
                 last = now
@@ -65,7 +64,7 @@ async def _many(state: ServerState, job: Job) -> AsyncGenerator[Item, None]:
 
     async def run(choice: Choice) -> None:
         try:
-            async with aclosing(_one(state, choice)) as items:
+            async with aclosing(_one(state, job, choice)) as items:
                 async for item in items:
                     merged.put_nowait(item)
             merged.put_nowait(None)

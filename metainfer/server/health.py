@@ -49,6 +49,7 @@ class Health:
             "model": state.config.model_names[0],
             "plan_fingerprint": state.fingerprint or None,
             "pending": state.pending,
+            "silent_s": round(state.silent_s, 3),
             "running": stats.running,
             "waiting": stats.waiting,
         }

@@ -41,9 +41,11 @@ class Choice:
 
 @dataclass(slots=True)
 class Job:
-    """Everything one HTTP request generates. `model` is the name the client used."""
+    """Everything one HTTP request generates. `model` is the name the client used; `arrived` is
+    on `time.perf_counter`'s clock."""
 
     id: str
+    arrived: float
     created: int
     model: str
     fingerprint: str
@@ -67,6 +69,19 @@ class Job:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(cached)},
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What the two routes spell differently. `default_tokens` None: whatever fits."""
+
+    prefix: str
+    arrived: float
+    prompts: list[tuple[int, ...]]
+    max_tokens: int | None
+    default_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -127,7 +142,7 @@ def encode_chat(
     return text.tokenizer.encode(prompt, add_special=False)
 
 
-async def chat_job(state: ServerState, body: ChatRequest) -> Job:
+async def chat_job(state: ServerState, body: ChatRequest, arrived: float) -> Job:
     """The job of a chat request.
 
     Raises:
@@ -150,11 +165,17 @@ async def chat_job(state: ServerState, body: ChatRequest) -> Job:
         ),
     )
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _job(state, body, "chatcmpl", [tuple(ids)], info, wanted, None, logprobs, None)
+    asked = _Asked(
+        prefix="chatcmpl",
+        arrived=arrived,
+        prompts=[tuple(ids)],
+        max_tokens=wanted,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    return _job(state, body, info, asked)
 
 
-async def completion_job(state: ServerState, body: CompletionRequest) -> Job:
+async def completion_job(state: ServerState, body: CompletionRequest, arrived: float) -> Job:
     """The job of a legacy completion request, one prompt or many."""
     info, text = state.serving()
     check_model(state.config, body.model)
@@ -165,19 +186,16 @@ async def completion_job(state: ServerState, body: CompletionRequest) -> Job:
             param="best_of",
             code="unsupported_parameter",
         )
-    prompts = await _prompts(body, text)
-    echoed = body.logprobs if body.echo and body.logprobs is not None else None
-    return _job(
-        state,
-        body,
-        "cmpl",
-        prompts,
-        info,
-        body.max_tokens,
-        _LEGACY_MAX_TOKENS,
-        body.logprobs,
-        echoed,
+    asked = _Asked(
+        prefix="cmpl",
+        arrived=arrived,
+        prompts=await _prompts(body, text),
+        max_tokens=body.max_tokens,
+        default_tokens=_LEGACY_MAX_TOKENS,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
     )
+    return _job(state, body, info, asked)
 
 
 async def _prompts(body: CompletionRequest, text: TextTools) -> list[tuple[int, ...]]:
@@ -208,28 +226,19 @@ async def _prompts(body: CompletionRequest, text: TextTools) -> list[tuple[int, 
     return await off_loop(sum(map(len, texts)), lambda: [tuple(encode(item)) for item in texts])
 
 
-def _job(
-    state: ServerState,
-    body: Sampling,
-    prefix: str,
-    prompts: list[tuple[int, ...]],
-    info: EngineInfo,
-    wanted: int | None,
-    default: int | None,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-) -> Job:
+def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) -> Job:
     n = body.n or 1
-    state.admit(n * len(prompts))
-    _, text = state.serving()
+    state.admit(n * len(asked.prompts))
+    _, text = state.serving()  # it may have begun to drain while the prompt was encoded
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     job = Job(
-        id=f"{prefix}-{uuid.uuid4().hex}",
+        id=f"{asked.prefix}-{uuid.uuid4().hex}",
+        arrived=asked.arrived,
         created=int(time.time()),
         model=body.model,
         fingerprint=f"fp_{state.fingerprint}",
         tools=text,
-        prompts=prompts,
+        prompts=asked.prompts,
         choices=[],
     )
     if body.stream_options is not None:
@@ -241,9 +250,9 @@ def _job(
             )
         job.usage_at_end = bool(body.stream_options.include_usage)
         job.usage_always = bool(body.stream_options.continuous_usage_stats)
-    for place, prompt in enumerate(prompts):
-        limit = _max_tokens(prompt, wanted, default, info)
-        params = sampling_params(body, limit, logprobs, prompt_logprobs)
+    for place, prompt in enumerate(asked.prompts):
+        limit = _max_tokens(prompt, asked.max_tokens, asked.default_tokens, info)
+        params = sampling_params(body, limit, asked.logprobs, asked.prompt_logprobs)
         params.check(info.vocab_size)
         request = Request(
             request_id=f"{job.id}-{place}",

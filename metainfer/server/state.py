@@ -21,6 +21,7 @@ class ServerConfig:
     """Limits and switches of one server. Sizes in bytes, times in seconds.
 
     `max_pending` bounds choices that are queued or running; more get 429 ``queue_full``.
+    `stall_s`: with work at hand and no step for this long, the server is not ready.
     """
 
     model_names: tuple[str, ...]
@@ -30,6 +31,7 @@ class ServerConfig:
     max_pending: int = 1024
     keep_alive_s: float = 15.0
     drain_grace_s: float = 30.0
+    stall_s: float = 120.0
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class ServerState:
     phase: str = "starting"
     draining: bool = False
     pending: int = 0
+    busy_since: float = 0.0
     created: int = field(default_factory=lambda: int(time.time()))
 
     def engine_ready(self, info: EngineInfo, text: TextTools) -> None:
@@ -58,12 +61,28 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """One word: ``starting``, ``ready``, ``draining`` or ``engine_dead``."""
+        """One word: ``starting``, ``ready``, ``draining``, ``stalled`` or ``engine_dead``."""
         if self.info is None:
             return "starting"
         if not self.client.alive:
             return "engine_dead"
-        return "draining" if self.draining else "ready"
+        if self.draining:
+            return "draining"
+        return "stalled" if self.silent_s > self.config.stall_s else "ready"
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which work was at hand and no step's results came; idle is not silence."""
+        if not self.pending:
+            return 0.0
+        heard = getattr(self.client, "last_heard", self.busy_since)
+        return time.monotonic() - max(heard, self.busy_since)
+
+    def opened(self, choices: int) -> None:
+        """`choices` generations begin."""
+        if not self.pending:
+            self.busy_since = time.monotonic()
+        self.pending += choices
 
     def serving(self) -> tuple[EngineInfo, TextTools]:
         """The model's facts and text side.
@@ -78,6 +97,7 @@ class ServerState:
             "starting": f"The model is still loading ({self.phase}).",
             "draining": "The server is shutting down and takes no new requests.",
             "engine_dead": "The engine process ended.",
+            "stalled": f"The engine has given no result for {self.silent_s:.0f} s.",
         }
         raise RequestError(
             causes.get(status, status),

@@ -89,6 +89,15 @@ class Fake:
         self.prompted += len(request.prompt)
         return None
 
+    def cancel(self, request_ids: tuple[str, ...]) -> Outputs:
+        ended = []
+        for request_id in request_ids:
+            self.note(f"cancel {request_id}")
+            if request_id in self.live:
+                index = self.live.pop(request_id)[2]
+                ended.append(RequestOutput(request_id, (), index, finish=FinishReason.CANCELLED))
+        return Outputs(tuple(ended), EngineStats(running=len(self.live), steps=self.steps))
+
     def step(self) -> Outputs:
         outputs = []
         for key, (request, tokens, index) in list(self.live.items()):
@@ -190,9 +199,7 @@ def main() -> int:
                     if refusal is not None:
                         send(refusal)
             elif isinstance(message, Cancel):
-                for request_id in message.request_ids:
-                    fake.note(f"cancel {request_id}")
-                    fake.live.pop(request_id, None)
+                send(fake.cancel(message.request_ids))
             elif not options.ignore_stop:
                 fake.note(f"stop {message.drain}")
                 socket.close(linger=1000)

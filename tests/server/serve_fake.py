@@ -31,6 +31,7 @@ async def serve(options: argparse.Namespace, engine: list[str]) -> int:
         max_pending=options.max_pending,
         keep_alive_s=options.keep_alive,
         drain_grace_s=options.grace,
+        stall_s=options.stall,
     )
     state = new_state(config, client)
 
@@ -59,6 +60,7 @@ def main() -> int:
     parser.add_argument("--max-pending", type=int, default=1024)
     parser.add_argument("--keep-alive", type=float, default=15.0)
     parser.add_argument("--grace", type=float, default=10.0)
+    parser.add_argument("--stall", type=float, default=120.0)
     try:
         return run(serve(parser.parse_args(own), engine))
     except UserError as error:

@@ -45,10 +45,14 @@ class ThreadEngine:
             raise RequestError("Too long.", param="prompt", code="context_length_exceeded")
         self.live[request.request_id] = (request, 0)
 
-    def cancel(self, ids: Sequence[str]) -> None:
+    def cancel(self, ids: Sequence[str]) -> list[RequestOutput]:
+        ended = []
         for one in ids:
             self.cancelled.append(one)
-            self.live.pop(one, None)
+            if one in self.live:
+                index = self.live.pop(one)[1]
+                ended.append(RequestOutput(one, (), index, finish=FinishReason.CANCELLED))
+        return ended
 
     @property
     def has_work(self) -> bool:
@@ -139,6 +143,22 @@ def test_leaving_cancels_and_finishing_does_not(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("make", [process_client, thread_client])
+def test_cancelling_by_id_ends_the_stream(make: Callable[[], EngineClient]) -> None:
+    async def go() -> None:
+        client = make()
+        await client.start()
+        last = None
+        async for output in client.submit(request("x", 2_000_000)):
+            if last is None:
+                await client.cancel(["x", "unknown"])
+            last = output
+        assert last is not None and last.finish is FinishReason.CANCELLED
+        await client.close(drain=False, grace_s=5)
+
+    asyncio.run(go())
+
+
 def test_refusal_reaches_its_stream_only() -> None:
     async def go() -> None:
         client = thread_client()
@@ -204,13 +224,21 @@ def test_start_phases_and_refusal() -> None:
 
 def test_private_folder_comes_and_goes() -> None:
     async def go() -> None:
+        loading = process_client("--hang-at-start")
+        task = asyncio.ensure_future(loading.start())
+        await asyncio.sleep(0.3)
+        folder = Path(loading._folder)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert not folder.exists()
         client = process_client()
         await client.start()
-        folder = Path(client._folder)
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert not Path(client._folder).exists()  # so that even kill -9 leaves nothing
+        assert await text_of(client, "still connected", 5)
         pid = client.pid
         await client.close(drain=False, grace_s=5)
-        assert not folder.exists() and not is_alive(pid)
+        assert not is_alive(pid)
         refusing = process_client("--refuse")
         with pytest.raises(UserError):
             await refusing.start()

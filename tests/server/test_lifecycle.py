@@ -208,3 +208,20 @@ def test_idle_streams_get_comments() -> None:
         response.connection.close()  # type: ignore[attr-defined]
         response.close()
         assert eventually(lambda: any(x.startswith("cancel") for x in running.lines()), 3.0)
+
+
+def test_an_engine_that_computes_nothing_is_not_ready() -> None:
+    with fake_server(["--stall", "0.5"], ["--deaf"]) as running:
+        time.sleep(0.6)
+        assert call(running.port, "GET", "/ready").status == 200  # idle is ready
+        connection = http.client.HTTPConnection("127.0.0.1", running.port)
+        body = json.dumps(chat_body("silence"))
+        connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+        assert eventually(lambda: call(running.port, "GET", "/health").json["pending"] == 1)
+        assert call(running.port, "GET", "/ready").status == 200
+        assert eventually(lambda: call(running.port, "GET", "/ready").status == 503, 3.0)
+        ready = call(running.port, "GET", "/ready").json
+        assert ready["status"] == "stalled" and ready["silent_s"] > 0.5
+        assert call(running.port, "GET", "/health/live").status == 200
+        connection.close()
+        assert eventually(lambda: call(running.port, "GET", "/ready").status == 200, 3.0)
