@@ -148,13 +148,14 @@ class KeepAlive:
 
     def add(self, reply: EventReply) -> None:
         self._seen[reply] = -1
-        if self._task is None or self._task.done():
+        if self._task is None:
             self._task = asyncio.ensure_future(self._tick())
 
     def remove(self, reply: EventReply) -> None:
         self._seen.pop(reply, None)
         if not self._seen and self._task is not None:
             self._task.cancel()
+            self._task = None
 
     async def _tick(self) -> None:
         while True:
