@@ -1,4 +1,4 @@
-"""One GPU, verified then measured: each kernel's cases, logits against the CPU, speed beside limits.
+"""One GPU, verified then measured: kernels by their cases, logits, speed beside the limits.
 
     python benchmarks/gpu_check.py --smollm2 FILE.gguf --out FOLDER
 
@@ -193,7 +193,11 @@ def submit(engine: Engine, batch: int, tokens: int, answer: int) -> None:
 
 def decode_seconds(engine: Engine, batch: int, context: int, steps: int = 40) -> list[float]:
     """Wall seconds of each pure decode step, from schedule to committed tokens."""
-    submit(engine, batch, context - 20, steps + 8)
+    assert engine.resolved is not None
+    # While some decode, prompts enter at `mixed` tokens a step: the first must still be running
+    # when the last has entered.
+    mixed = engine.resolved.plan.limits.mixed_prefill_tokens
+    submit(engine, batch, context - 20, steps + 8 + batch * context // mixed)
     seconds = []
     while engine.has_work:
         begin = time.perf_counter()
