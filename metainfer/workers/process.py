@@ -167,7 +167,7 @@ def spawn(
     `pass_fds` keep their numbers in the program; close our copies after the call.
 
     Raises:
-        UserError: this is not Linux, or the log file cannot be written.
+        UserError: this is not Linux 5.3 or newer, or the log file cannot be written.
     """
     if not sys.platform.startswith("linux"):
         raise UserError(
@@ -194,8 +194,18 @@ def spawn(
             pass_fds=(writing, *pass_fds),
             cwd=folder,
         )
+        try:
+            child = Child(name or Path(command[0]).name, process, reading)
+        except OSError as error:
+            process.kill()
+            process.wait()
+            raise UserError(
+                f"this kernel gives no descriptor of a process: {error.strerror}.",
+                "Run on Linux 5.3 or newer.",
+                code="no_pidfd",
+            ) from error
         failed.pop_all()  # the child owns `reading` from here
-    return Child(name or Path(command[0]).name, process, reading)
+    return child
 
 
 def spawn_python(

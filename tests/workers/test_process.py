@@ -106,11 +106,15 @@ def test_a_guardian_whose_parent_is_already_dead_starts_nothing(tmp_path: Path) 
 def test_a_child_outlives_the_thread_that_spawned_it() -> None:
     # The kernel reports a parent's death when the spawning *thread* ends.
     children: list[Child] = []
-    thread = threading.Thread(target=lambda: children.append(python(SLEEP)))
+
+    def start() -> None:
+        children.append(python(SLEEP))
+        assert children[0].pid is not None  # from here on the guardian listens
+
+    thread = threading.Thread(target=start)
     thread.start()
     thread.join()
     with children[0] as child:
-        assert child.pid is not None
         assert child.wait(0.3) is None
         assert child.alive
 
@@ -231,8 +235,8 @@ def test_a_broken_pipe_ends_a_program_as_it_would_in_a_shell(tmp_path: Path) -> 
 
 
 def test_deaths_are_seen_under_a_parent_that_ignores_them(mark: str) -> None:
-    shell = ["/bin/sh", "-c", "trap '' CHLD; exec \"$@\"", "sh"]
-    command = [*shell, sys.executable, "-c", FAMILY, "parent", mark, FAMILY]
+    ignoring = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + FAMILY
+    command = [sys.executable, "-c", ignoring, "parent", mark, FAMILY]
     parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert eventually(lambda: family_is_complete(mark), 20)
     parent.kill()
@@ -316,10 +320,24 @@ def test_environment_is_replaced_when_given(tmp_path: Path) -> None:
     assert log.read_text() == "None this\n"
 
 
-@pytest.mark.parametrize("content", [b"", b"{}\n", b"x" * 1_000_000])
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"x" * 1_000_000], ids=len)
 def test_standard_input_is_what_was_given(content: bytes, tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = "import sys; print(len(sys.stdin.buffer.read()))"
     with python(code, stdin=content, log=log) as child:
         assert child.wait(10) == 0
     assert int(log.read_text()) == len(content)
+
+
+def test_a_kernel_without_pidfd_is_a_user_error_and_leaves_nothing(
+    mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UserError, match="Function not implemented"):
+        python(SLEEP, mark)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert eventually(lambda: not marked(mark))
