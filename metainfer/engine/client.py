@@ -73,7 +73,7 @@ def engine_dead(detail: str = "") -> RequestError:
     cause = "The engine process ended" + (f" ({detail})." if detail else ".")
     return RequestError(
         cause,
-        "The server is shutting down; send the request again when it is back.",
+        "Its log says why; send the request again when it is back.",
         status=503,
         error_type="server_error",
         code="engine_dead",
@@ -330,7 +330,6 @@ class ProcessClient(_DemuxClient):
     async def _after_exit(self) -> None:
         # Its last words (Failed, last outputs) may still be in the socket.
         await asyncio.sleep(_DRAIN_AFTER_DEATH_S)
-        self._on_readable()
         if self._child is not None:
             self._die(self._child.describe_exit())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from command import cli, document, fake
+from command_line import cli, document, fake
 
 CASES: list[tuple[list[str], int, str]] = [
     (["serv"], 2, "serve"),

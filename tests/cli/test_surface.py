@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from command import cli, environ
+from command_line import cli, environ
 
 ENGINE = {
     "--context", "--max-model-len", "--concurrency", "--max-num-seqs", "--kv-memory",

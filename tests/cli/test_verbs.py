@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from command import HERE, cli, document, environ, fake
+from command_line import HERE, cli, document, environ, fake
 from fake_engine import reply_text
 from fake_server import descendants, eventually, is_alive
 
