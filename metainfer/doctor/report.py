@@ -68,13 +68,13 @@ def doctor(intent: Intent | None = None, machine: str | None = None) -> dict[str
 
 
 def _selection(intent: Intent) -> Selection | RefusedError:
-    from metainfer.engine.engine import resolve_on
     from metainfer.engine.machine import open_machine
     from metainfer.planner.opening import open_model
 
-    model = open_model(intent.model)
+    model, here = open_model(intent.model), open_machine(intent.platform)
     try:
-        return resolve_on(open_machine(intent.platform), model, intent).selection
+        here.recall(here.resolve(model, intent).plan.model.dtype)
+        return here.resolve(model, intent).selection
     except RefusedError as error:
         return error
 
