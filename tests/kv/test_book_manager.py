@@ -157,6 +157,19 @@ def test_b28_a_cached_window_is_not_charged_again() -> None:
         assert kv.missing(length + 1, hit) <= [kv.pools[0].available]
 
 
+def test_b28_cached_pages_are_charged_while_nobody_holds_them() -> None:
+    """A hit pins pages that counted as available; pages that another sequence holds are free."""
+    kv = make(form_groups((spec(GroupKind.PAGED, "kv"),), page_tokens=4), pages=9)
+    tokens = list(range(20))
+    account = begin(kv, 0, tokens)
+    compute(kv, account, 17)
+    hit = kv.match(account.prefix, 20)
+    assert hit.tokens == 16
+    assert kv.missing(20, hit) == [1]
+    kv.free(account)
+    assert kv.missing(20, hit) == [5]
+
+
 def test_b28_rejections_name_the_numbers() -> None:
     kv = make(window_groups(), pages=3)
     account = begin(kv, 0, list(range(20)))

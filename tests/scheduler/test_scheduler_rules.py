@@ -314,8 +314,10 @@ def test_a_fault_ends_one_request_and_poisons_nothing(late: bool) -> None:
     one.run()
     assert one.answers["bad"].finish is FinishReason.ERROR
     assert one.answers["bad"].error == "NaN in logits"
-    one.add(request("good", prompt, 9))
-    one.run()
+    for name in ("good", "again"):
+        one.add(request(name, prompt, 9))
+        one.run()
+    assert one.answers["again"].cached == 32
     one.check()
 
 
@@ -393,17 +395,19 @@ def test_drafts_shorten_the_way_but_not_the_answer(shape: str, wrong: int) -> No
         assert len(one.plans) <= 3 + 25 / 4 + 2
 
 
-def test_drafts_stay_inside_budget_and_ring() -> None:
+@pytest.mark.parametrize(("step_tokens", "most"), [(9, 8), (40, 8), (400, 8)])
+def test_drafts_stay_inside_budget_and_ring(step_tokens: int, most: int) -> None:
+    """A cursor ring that remembers 8 tokens allows 8 drafts, whatever else allows 20."""
     drafts = Fixed(0)
-    one = world("v4", max_drafts=20, drafts=drafts, step_tokens=9, max_context=60)
+    one = world("v4", max_drafts=20, drafts=drafts, step_tokens=step_tokens, pages=200)
     drafts.world = one  # type: ignore[assignment]
     for i in range(3):
-        one.add(request(f"r{i}", [i, 1, 2], 40))
+        one.add(request(f"r{i}", [i, 1, 2], 60))
     one.run()
     one.check()
-    for plan in one.plans:
-        assert plan.tokens <= 9
-        assert all(run.drafts <= 8 for r in plan.segments[0].ranks for run in r.runs)
+    assert all(plan.tokens <= step_tokens for plan in one.plans)
+    runs = [run for plan in one.plans for r in plan.segments[0].ranks for run in r.runs]
+    assert max(run.drafts for run in runs) <= most
 
 
 # -- sharing the budget ----------------------------------------------------------------------------
