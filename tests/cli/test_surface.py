@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from command_line import cli, environ
@@ -59,10 +59,12 @@ def test_verbs_are_frozen() -> None:
 
 def test_help_is_quick_and_light() -> None:
     seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
+    for _ in range(3):  # processor time: other work on the machine is not ours
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert cli("--help").returncode == 0
-        seconds.append(time.perf_counter() - begin)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        seconds.append(used)
     assert min(seconds) < 0.5, seconds
     code = "import sys, metainfer.cli.main as m; m.build(); print(*sys.modules)"
     done = subprocess.run(
