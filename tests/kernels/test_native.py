@@ -217,7 +217,10 @@ def test_pool_works_in_a_forked_child(pooled: ctypes.CDLL) -> None:
     assert counts(pooled, 8, 3) == [1] * 8
     child = os.fork()
     if child == 0:
-        os._exit(0 if counts(pooled, 8, 3, wait=1) == [1] * 8 else 1)
+        right = counts(pooled, 8, 3, wait=1) == [1] * 8
+        tasks = Path("/proc/self/task")
+        helped = not tasks.exists() or len(list(tasks.iterdir())) == 3  # workers of its own
+        os._exit(0 if right and helped else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert counts(pooled, 8, 3) == [1] * 8
 

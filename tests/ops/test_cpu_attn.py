@@ -154,6 +154,17 @@ def test_decode_of_a_long_context_splits_alike_for_any_thread_count() -> None:
     check(batch)
 
 
+def test_error_is_at_most_that_of_the_reference_path() -> None:
+    """Law 2: at most 1.25 times the error of the same arithmetic in float32 by torch."""
+    for lens, contexts in (([200], [600]), ([1, 1], [900, 70])):
+        batch = random_batch(lens, contexts, (9, 3, 64))
+        exact = batch.exact()
+        inputs = (batch.q, batch.k, batch.v, batch.table, batch.start, batch.context)
+        plain = ref.attn_paged(*inputs, scale=0.125)
+        ours = (batch.run() - exact).square().mean().sqrt()
+        assert ours <= 1.25 * (plain - exact).square().mean().sqrt()
+
+
 def test_scores_far_apart_do_not_overflow() -> None:
     batch = random_batch([3], [150])
     batch.q *= 300

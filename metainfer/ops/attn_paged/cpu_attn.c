@@ -2,7 +2,7 @@
  *
  * Keys are taken in blocks of 64 and splits of 256 that start at multiples of absolute position.
  * For one (query, head):
- *   score   a chain of fused multiply-adds over the head's columns, ascending;
+ *   score   chains of fused multiply-adds over 16 columns of the head, summed ascending;
  *   block   online softmax: running maximum, sum and weighted values within the split;
  *   split   the splits' (maximum, sum, values) merged in ascending order.
  * Nothing else enters, so a query's result depends neither on the queries and sequences beside it,
@@ -48,28 +48,32 @@ typedef struct {
 /* s[t * KEYS + 16 r] = sum over d of q[t * D + d] * kt[d * KEYS + 16 r]; rows x (16 n) */
 MI_INLINE void scores_tile(const int rows, const int n, const float *q, const float *kt, int64_t D,
                            float *s) {
-    v16 sum[MR * 4];
-    MI_UNROLL for (int i = 0; i < rows * n; i++) sum[i] = v_zero();
-    for (int64_t d = 0; d < D; d++) {
-        v16 b[4];
-        MI_UNROLL for (int r = 0; r < n; r++) b[r] = v_load(kt + d * KEYS + 16 * r);
-        MI_UNROLL for (int t = 0; t < rows; t++) {
-            const v16 a = v_set1(q[t * D + d]);
-            MI_UNROLL for (int r = 0; r < n; r++) sum[t * n + r] = v_fma(a, b[r], sum[t * n + r]);
+    v16 total[MR * 4];
+    MI_UNROLL for (int i = 0; i < rows * n; i++) total[i] = v_zero();
+    for (int64_t d0 = 0; d0 < D; d0 += 16) {
+        v16 sum[MR * 4];
+        MI_UNROLL for (int i = 0; i < rows * n; i++) sum[i] = v_zero();
+        for (int64_t d = d0; d < d0 + 16; d++) {
+            v16 b[4];
+            MI_UNROLL for (int r = 0; r < n; r++) b[r] = v_load(kt + d * KEYS + 16 * r);
+            MI_UNROLL for (int t = 0; t < rows; t++) {
+                const v16 a = v_set1(q[t * D + d]);
+                MI_UNROLL for (int r = 0; r < n; r++)
+                    sum[t * n + r] = v_fma(a, b[r], sum[t * n + r]);
+            }
         }
+        MI_UNROLL for (int i = 0; i < rows * n; i++) total[i] = v_add(total[i], sum[i]);
     }
     MI_UNROLL for (int t = 0; t < rows; t++)
-        MI_UNROLL for (int r = 0; r < n; r++) v_store(s + t * KEYS + 16 * r, sum[t * n + r]);
+        MI_UNROLL for (int r = 0; r < n; r++) v_store(s + t * KEYS + 16 * r, total[t * n + r]);
 }
 
-/* o[t * D + 16 r] = o * alpha[t] + sum over j in [begin, end) of p[t * KEYS + j] * v[j][16 r] */
+/* o[t * D + 16 r] = o * alpha[t] + sum over j in [begin, end) of p[t * KEYS + j] * v[j][16 r]) */
 MI_INLINE void values_tile(const int rows, const int n, const float *p, const float *const *v,
                            int64_t column, int begin, int end, const float *alpha, int64_t D,
                            float *o) {
     v16 sum[MR * 4];
-    MI_UNROLL for (int t = 0; t < rows; t++)
-        MI_UNROLL for (int r = 0; r < n; r++)
-            sum[t * n + r] = v_mul(v_load(o + t * D + 16 * r), v_set1(alpha[t]));
+    MI_UNROLL for (int i = 0; i < rows * n; i++) sum[i] = v_zero();
     for (int j = begin; j < end; j++) {
         v16 b[4];
         MI_UNROLL for (int r = 0; r < n; r++) b[r] = v_load(v[j] + column + 16 * r);
@@ -79,7 +83,10 @@ MI_INLINE void values_tile(const int rows, const int n, const float *p, const fl
         }
     }
     MI_UNROLL for (int t = 0; t < rows; t++)
-        MI_UNROLL for (int r = 0; r < n; r++) v_store(o + t * D + 16 * r, sum[t * n + r]);
+        MI_UNROLL for (int r = 0; r < n; r++) {
+            float *to = o + t * D + 16 * r;
+            v_store(to, v_fma(v_load(to), v_set1(alpha[t]), sum[t * n + r]));
+        }
 }
 
 #define TILES(ROWS_)                                                                            \
