@@ -34,6 +34,7 @@ from metainfer.platform.facts import DeviceFacts, Facts
 #: guide's table of technical specifications.
 TARGETS: Mapping[str, tuple[tuple[int, int], int]] = MappingProxyType(
     {
+        "sm_75": ((7, 5), 65_536),
         "sm_80": ((8, 0), 166_912),
         "sm_86": ((8, 6), 101_376),
         "sm_89": ((8, 9), 101_376),
@@ -217,6 +218,31 @@ def save_manifest(builds: Iterable[Build], path: Path = MANIFEST) -> None:
     rows = sorted(builds, key=lambda b: (b.impl, b.kernel, b.target, b.compiler))
     lines = ",\n".join(json.dumps(build.to_json(), sort_keys=True) for build in rows)
     path.write_text(f'{{"schema": 1, "entries": [\n{lines}\n]}}\n')
+
+
+def refresh_manifest(
+    registry: Registry,
+    variants: Sequence[Variant],
+    *,
+    targets: Sequence[str] = DEFAULT_TARGETS,
+    tritons: Sequence[Path | None] = (None,),
+    path: Path = MANIFEST,
+) -> list[Build]:
+    """Build with every release in `tritons`, replace those rows, drop rows of older sources.
+
+    A release that is not given keeps its rows while the source is unchanged.
+    """
+    current = {(v.impl, v.name): v.source() for v in variants}
+    kept = {
+        (b.impl, b.kernel, b.target, b.compiler): b
+        for b in load_manifest(path)
+        if current.get((b.impl, b.kernel)) == b.source
+    }
+    for triton in tritons:
+        for build in compile_all(targets, registry=registry, variants=variants, triton=triton):
+            kept[build.impl, build.kernel, build.target, build.compiler] = build
+    save_manifest(kept.values(), path)
+    return list(kept.values())
 
 
 def list_kernels(
