@@ -147,7 +147,7 @@ def test_b18_a_busy_machine_leaves_no_record(
     monkeypatch.setattr(speed_module, "measure_host", lambda cores: HostSpeed(1.0, 1.0, "measured"))
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
     store = RecordStore(tmp_path, fingerprint(facts))
-    assert "not kept" in host_speed(facts, store).origin
+    assert "busy" in host_speed(facts, store).origin
     assert store.get(speed_module.KIND, speed_module.KEY) is None
 
 

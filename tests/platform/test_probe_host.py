@@ -80,9 +80,9 @@ def test_an_arm_processor_without_a_model_name() -> None:
             {
                 "proc/self/status": "Cpus_allowed_list:\t0-15\n",
                 "proc/self/cgroup": "0::/\n",
-                "sys/fs/cgroup/cpu.max": "250000 100000\n",
+                "sys/fs/cgroup/cpu.max": "290000 100000\n",
             },
-            2,  # two and a half, rounded down
+            2,  # 2.9, rounded down
             "control group quota",
         ),
         (
@@ -245,3 +245,12 @@ def test_a_compiler_that_hangs_is_none(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", str(tmp_path))
     fake_compiler(tmp_path, "cc", "while :; do :; done")
     assert probe.compiler() is None
+
+
+def test_a_group_without_a_limit_limits_nothing(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "3:memory:/\n0::/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory.max": "max\n",
+    }
+    assert probe.memory_limit(machine(tmp_path, files)) is None
