@@ -56,13 +56,13 @@ def host_speed(facts: Facts, store: RecordStore | None, *, measure: bool = True)
             origin(MEASURED, "this machine's record"),
         )
     cores = facts.host.usable_cores or 1
-    if not measure:
-        text = origin(SEED, "not measured on this machine")
+    busy = os.getloadavg()[0] > cores
+    if busy or not measure:
+        # A rate taken beside other work would rank kernels wrongly; the seed at least is steady.
+        why = "the machine is busy" if busy else "not measured on this machine"
+        text = origin(SEED, why)
         return HostSpeed(SEED_READ_BYTES_S, SEED_FLOPS_PER_CORE * cores, text)
     speed = measure_host(cores)
-    busy = os.getloadavg()[0] > cores
-    if busy:  # a number taken beside other work would rank kernels wrongly for ever
-        return dataclasses.replace(speed, origin=speed.origin + ", on a busy machine, not kept")
     if store is not None:
         payload = {"read_bytes_s": speed.read_bytes_s, "float32_flops": speed.float32_flops}
         conditions: dict[str, object] = {
