@@ -20,7 +20,7 @@ from metainfer.core.records import Record, RecordStore
 from metainfer.kernels.evidence import Qualification, evidence_for
 from metainfer.kernels.impl import Evidence, Impl
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import Policy
+from metainfer.kernels.select import Candidate, Policy
 from metainfer.ops.catalog import builtin_registry
 from metainfer.planner.opening import OpenedModel
 from metainfer.planner.resolve import Resolved, resolve
@@ -141,15 +141,23 @@ def open_machine(platform: str | None = None) -> Machine:
 
 
 def _worth_proving(resolved: Resolved, registry: Registry) -> list[Impl]:
-    """Chosen implementations, and losers whose only fault is a lack of evidence."""
+    """Chosen implementations, and losers whose only fault is a lack of evidence.
+
+    Losers of refused bundles count too: a packing that nothing was proven for yet may be the best.
+    """
     wanted: dict[str, Impl] = {}
+    losers: list[tuple[str, Candidate]] = []
     for choice in resolved.selection.bundle.choices:
         if choice.evidence is not Evidence.THIS_CARD:
             wanted[choice.impl.id] = choice.impl
-        for loser in choice.rejected:
-            if {reason.code for reason in loser.reasons} == {"evidence"}:
-                named = next(i for i in registry.of(choice.request.op) if i.name == loser.impl)
-                wanted[named.id] = named
+        losers += [(choice.request.op, loser) for loser in choice.rejected]
+    for bundle in resolved.selection.refused:
+        for site in bundle.unserved:
+            losers += [(site.request.op, loser) for loser in site.rejected]
+    for op, loser in losers:
+        if {reason.code for reason in loser.reasons} == {"evidence"}:
+            named = next(impl for impl in registry.of(op) if impl.name == loser.impl)
+            wanted[named.id] = named
     return list(wanted.values())
 
 

@@ -76,9 +76,15 @@ class Arch(Protocol):
         ...
 
     def op_requests(
-        self, phase: Phase, rows: int, dtype: str, schemes: Mapping[str, tuple[str, ...]]
+        self,
+        phase: Phase,
+        rows: int,
+        logit_rows: int,
+        dtype: str,
+        schemes: Mapping[str, tuple[str, ...]],
     ) -> tuple[OpRequest, ...]:
-        """Every op use in one phase. `rows`: most tokens; `schemes`: site -> storage schemes."""
+        """Every op use in one phase. `rows`: tokens of a typical step, `logit_rows` of them need
+        logits; `schemes`: site -> storage schemes."""
         ...
 
     def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:

@@ -158,15 +158,15 @@ class _Resolver:
     def requests(self, dtype: str, limits: Limits) -> tuple[OpRequest, ...]:
         schemes = self.schemes()
         decoding = 1 if self.intent.goal == "latency" else min(8, limits.max_running)
-        rows = {
-            Phase.CHUNK: limits.step_tokens,
-            Phase.MIXED: limits.mixed_prefill_tokens + decoding,
-            Phase.DECODE: decoding,
+        typical = {  # phase -> (tokens, rows that need logits)
+            Phase.CHUNK: (limits.step_tokens, 1),
+            Phase.MIXED: (limits.mixed_prefill_tokens + decoding, decoding),
+            Phase.DECODE: (decoding, decoding),
         }
         return tuple(
             request
             for phase in PHASES
-            for request in self.arch.op_requests(phase, rows[phase], dtype, schemes)
+            for request in self.arch.op_requests(phase, *typical[phase], dtype, schemes)
         )
 
     def schemes(self) -> Mapping[str, tuple[str, ...]]:

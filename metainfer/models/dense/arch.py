@@ -138,7 +138,12 @@ class DenseArch:
         return tuple(found)
 
     def op_requests(
-        self, phase: Phase, rows: int, dtype: str, schemes: Mapping[str, tuple[str, ...]]
+        self,
+        phase: Phase,
+        rows: int,
+        logit_rows: int,
+        dtype: str,
+        schemes: Mapping[str, tuple[str, ...]],
     ) -> tuple[OpRequest, ...]:
         def ask(
             op: str, shape: Mapping[str, int], count: int, *semantics: str, site: str = ""
@@ -164,7 +169,7 @@ class DenseArch:
             ask("rope", {**heads, "rotated": self.rope.rotary_dim}, layers),
             ask("kv_write", heads, layers),
             ask("swiglu", {"f": self.ffn}, layers),
-            ask("sample", {"v": self.vocab_size}, 1),
+            ask("sample", {"v": self.vocab_size, "rows": logit_rows}, 1),
         ]
         seqs = rows if phase in (Phase.DECODE, Phase.VERIFY) else 1
         span = {**heads, "seqs": seqs, "context": min(self.max_context, TYPICAL_CONTEXT)}
@@ -174,6 +179,8 @@ class DenseArch:
         found.append(ask("attn_paged", span, layers, *(("window",) if windowed else ())))
         for spec in (*self._layer_matrices(0), self.packed_weights()[-1]):
             shape = {"n": spec.shape[0], "k": spec.shape[1]}
+            if spec.layer < 0:
+                shape["rows"] = logit_rows
             bias = ("bias",) if spec.bias else ()
             count = layers if spec.layer >= 0 else 1
             found.append(ask("linear", shape, count, *bias, site=spec.site))
