@@ -142,6 +142,8 @@ def compile_all(
     jobs: list[tuple[int, str]] = []
     for target in targets:
         for place, variant in enumerate(chosen):
+            if not variant.serves(target):
+                continue
             verdict = refusal(impls[variant.impl], variant, target)
             if verdict.accepted:
                 jobs.append((place, target))
@@ -159,7 +161,8 @@ def compile_all(
     answers = _run([_job(chosen[place], target) for place, target in jobs], triton)
     for (place, target), answer in zip(jobs, answers, strict=True):
         results[place, target] = judge(chosen[place], target, answer)
-    return [results[place, target] for target in targets for place in range(len(chosen))]
+    order = [(place, target) for target in targets for place in range(len(chosen))]
+    return [results[key] for key in order if key in results]
 
 
 def compile_kernel(variant: Variant, target: str, *, triton: Path | None = None) -> Build:

@@ -22,7 +22,7 @@ class Variant:
     """`impl`: implementation id it belongs to. `kernel`: ``module:function``. `shape`, `dtype`: of
     the request that leads here, so that the implementation's conditions can be asked. `mma`: the
     kind of matrix instruction that must appear (``""`` for none). `spill_bytes`: the most that is
-    explained, see `why`.
+    explained, see `why`. `targets`: the only ones that choose it; empty for all.
     """
 
     impl: str
@@ -36,6 +36,11 @@ class Variant:
     mma: str = ""
     spill_bytes: int = 0
     why: str = ""
+    targets: tuple[str, ...] = ()
+
+    def serves(self, target: str) -> bool:
+        """Whether a card of this target would run this variant."""
+        return not self.targets or target in self.targets
 
     def source(self) -> str:
         """Hash of the folder's kernel files and of this variant."""

@@ -1,9 +1,11 @@
 """Variants of the attention kernels that are compiled for every target."""
 
 from metainfer.kernels.variant import Variant
-from metainfer.ops.attn_paged.tiles import NARROW, SPLIT, WIDE, Tile, rows_for
+from metainfer.ops.attn_paged.tiles import NARROW, SPLIT, WIDE, WIDE_WGMMA, Tile, rows_for
 
 _MODULE = "metainfer.ops.attn_paged.triton"
+_KINDS = {WIDE: "wide", WIDE_WGMMA: "wgmma", NARROW: "narrow"}
+_TARGETS = {WIDE: ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120"), WIDE_WGMMA: ("sm_90",)}
 _STRIDES = ("q_stride", "page_stride", "token_stride")
 
 
@@ -26,7 +28,7 @@ def _variant(
     if splits:
         args["SPLITS"] = splits
     size = {"hq": hq, "hkv": hkv, "d": d, "page": page, "rows": 1}
-    kind = "split" if splits else "wide" if tile is WIDE else "narrow"
+    kind = "split" if splits else _KINDS[tile]
     return Variant(
         impl=f"attn_paged/{impl}",
         name=f"attn-{kind}-{hq}/{hkv}x{d}p{page}{'-window' * windowed}",
@@ -35,7 +37,8 @@ def _variant(
         warps=tile.warps,
         stages=tile.stages,
         shape=size,
-        mma="mma",
+        mma="wgmma" if tile is WIDE_WGMMA else "mma.sync",
+        targets=_TARGETS.get(tile, ()),
     )
 
 
@@ -63,8 +66,8 @@ def _combine(hq: int, hkv: int, d: int, splits: int) -> Variant:
 _SHAPES = ((9, 3, 64, 16), (32, 8, 96, 16), (32, 8, 128, 16), (32, 8, 128, 64))
 
 VARIANTS = (
-    *(_variant("triton", tile, *s, False) for tile in (WIDE, NARROW) for s in _SHAPES),
-    _variant("triton", WIDE, 32, 8, 128, 16, True),
+    *(_variant("triton", tile, *s, False) for tile in _KINDS for s in _SHAPES),
+    *(_variant("triton", tile, 32, 8, 128, 16, True) for tile in (WIDE, WIDE_WGMMA)),
     *(_variant("triton-split", SPLIT, *s, False, splits=16) for s in _SHAPES),
     _variant("triton-split", SPLIT, 32, 8, 128, 16, True, splits=16),
     _combine(9, 3, 64, 4),

@@ -1,11 +1,13 @@
 """Declared implementations of `attn_paged`."""
 
+from collections.abc import Callable
+
 from metainfer.core.step import Phase
 from metainfer.core.verdict import ACCEPT, Verdict
 from metainfer.kernels.conditions import at_most, custom, multiple_of, one_of, shared_memory
 from metainfer.kernels.cost import attention_operations, attention_traffic, extent, roofline, width
 from metainfer.kernels.impl import Condition, Context, Impl
-from metainfer.ops.attn_paged.tiles import HEAD_DIMS, NARROW, SPLIT, WIDE, Tile
+from metainfer.ops.attn_paged.tiles import HEAD_DIMS, NARROW, SPLIT, WIDE, Tile, wide_for
 from metainfer.ops.declare import (
     C_ON_CPU,
     FLOAT32,
@@ -32,13 +34,13 @@ def _pages(context: Context) -> Verdict:
     return ACCEPT if "page" not in context.request.shape else _PAGE_SIZES(context)
 
 
-def _fits(*tiles: Tile) -> Condition:
-    """Every tile fits the card's shared memory at this head width and element size."""
+def _fits(tiles: Callable[[tuple[int, int] | None], tuple[Tile, ...]]) -> Condition:
+    """Every tile of the card fits the card's shared memory at this head width and element size."""
 
     def check(context: Context) -> Verdict:
         d = extent(context, "d")
         capability = context.facts.device.capability
-        needed = max(tile.shared_bytes(d, width(context), capability) for tile in tiles)
+        needed = max(tile.shared_bytes(d, width(context), capability) for tile in tiles(capability))
         return shared_memory(needed)(context)
 
     return check
@@ -56,7 +58,7 @@ IMPLS = (
         provider="triton",
         dtypes=SHORT,
         phases=frozenset({Phase.DECODE}),
-        conditions=(*_TRITON, _fits(SPLIT)),
+        conditions=(*_TRITON, _fits(lambda capability: (SPLIT,))),
         requires_layout=PAGES,
         honours=WINDOW,
         native_when=(own_matrix_unit,),
@@ -70,7 +72,7 @@ IMPLS = (
         load="metainfer.ops.attn_paged.triton:attn_paged",
         provider="triton",
         dtypes=SHORT,
-        conditions=(*_TRITON, _fits(WIDE, NARROW)),
+        conditions=(*_TRITON, _fits(lambda capability: (wide_for(capability), NARROW))),
         requires_layout=PAGES,
         honours=WINDOW,
         native_when=(own_matrix_unit,),

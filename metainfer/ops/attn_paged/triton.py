@@ -24,10 +24,10 @@ from torch import Tensor
 from metainfer.ops.attn_paged.tiles import (
     NARROW,
     SPLIT,
-    WIDE,
     prefers_wide,
     rows_for,
     splits_for,
+    wide_for,
 )
 
 LOG2E = 1.4426950408889634
@@ -186,6 +186,11 @@ def combine_kernel(
 
 
 @cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@cache
 def _units(device: torch.device) -> int:
     """Multiprocessors; the interpreter's host has none and stands for a small card."""
     if device.type != "cuda":
@@ -212,7 +217,8 @@ def attn_paged(
     if tokens == 0 or sequences == 0:
         return out
     group = hq // hkv
-    tile = WIDE if prefers_wide(tokens, sequences, group) else NARROW
+    wide = wide_for(_capability(q.device))
+    tile = wide if prefers_wide(tokens, sequences, group, wide) else NARROW
     m = rows_for(tile, group)
     attn_kernel[(tokens // (m // group) + sequences, hkv)](
         q, k_cache, v_cache, out, page_table, query_start, context_lens, scale * LOG2E,
