@@ -171,6 +171,21 @@ def test_bodies_pass_the_clients_strict_types(server: Running) -> None:
     assert done == "[DONE]"
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk)
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])  # null, not absent
+    assert chunks[-1]["usage"]["completion_tokens"] == 10 and chunks[-1]["choices"] == []
+    bare = events(
+        call(
+            server.port, "POST", "/v1/chat/completions", chat_body("a", stream=True, max_tokens=2)
+        ).raw
+    )
+    assert all("usage" not in chunk for chunk in bare[:-1])
+    always = {"include_usage": False, "continuous_usage_stats": True}
+    body = chat_body("a", stream=True, max_tokens=2, stream_options=always)
+    counts = [
+        chunk["usage"]["completion_tokens"]
+        for chunk in events(call(server.port, "POST", "/v1/chat/completions", body).raw)[:-1]
+    ]
+    assert counts == sorted(counts) and counts[-1] == 2
     # (with echo the first token's log-probability is null, as in the real API; the types lag)
     body = {"model": "fake", "prompt": ["a", "b"], "logprobs": 2}
     Completion.model_validate(call(server.port, "POST", "/v1/completions", body).json)
