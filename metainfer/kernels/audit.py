@@ -90,12 +90,18 @@ class Build:
         return Build(**known)
 
 
+def plain_target(target: str) -> str:
+    """``sm_120`` for ``sm_120a``: the compiler adds the suffix where a kernel needs it."""
+    return target.removesuffix("a")
+
+
 def target_facts(target: str, software: Mapping[str, str | None] | None = None) -> Facts:
     """A card of capability `target` as far as the target alone tells.
 
     Raises:
         UsageError: an unknown target.
     """
+    target = plain_target(target)
     if target not in TARGETS:
         raise UsageError(
             f"compile target {target!r} is not known.",
@@ -137,6 +143,7 @@ def compile_all(
     release, put before the installed one.
     """
     chosen = tuple(variants)
+    targets = [plain_target(target) for target in targets]
     impls = {impl.id: impl for impl in registry.impls()}
     results: dict[tuple[int, str], Build] = {}
     jobs: list[tuple[int, str]] = []

@@ -79,6 +79,7 @@ TABLE = Registry(
         kernel("block-scaled", conditions=(feature("block_scaled_mma"),)),
         kernel("marlin", conditions=(capability((8, 0)),)),
         kernel("fp8", conditions=(capability((8, 9)), dot_type("float8_e4m3fn"))),
+        kernel("ada", conditions=(capability((8, 9)),)),
         kernel("big-tile", conditions=(capability((8, 0)), shared_memory(147_456))),
         kernel("host", conditions=(device_kind("cpu"),)),
     ]

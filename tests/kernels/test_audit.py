@@ -154,6 +154,7 @@ def test_excluded_targets_are_refused_with_reasons() -> None:
 def test_unknown_target() -> None:
     with pytest.raises(UsageError, match="sm_90"):
         target_facts("sm_999")
+    assert target_facts("sm_120a") == target_facts("sm_120")
 
 
 def test_child_that_dies_costs_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

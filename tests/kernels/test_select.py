@@ -41,11 +41,11 @@ from metainfer.platform.facts import DeviceFacts, Facts
 ACCEPTED = {
     (8, 0): {"marlin", "big-tile"},
     (8, 6): {"marlin"},
-    (8, 9): {"marlin", "fp8"},
-    (9, 0): {"marlin", "fp8", "wgmma", "big-tile"},
-    (10, 0): {"marlin", "fp8", "tcgen05", "big-tile"},
-    (12, 0): {"marlin", "fp8", "block-scaled"},
-    (12, 1): {"marlin", "fp8", "block-scaled"},
+    (8, 9): {"marlin", "ada", "fp8"},
+    (9, 0): {"marlin", "ada", "fp8", "wgmma", "big-tile"},
+    (10, 0): {"marlin", "ada", "fp8", "tcgen05", "big-tile"},
+    (12, 0): {"marlin", "ada", "fp8", "block-scaled"},
+    (12, 1): {"marlin", "ada", "fp8", "block-scaled"},
 }
 
 
