@@ -187,6 +187,11 @@ class Engine:
             raise InternalError("the engine has not started")
         return self._scheduler
 
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes in fact held, by the kinds of the plan's memory ledger."""
+        return self._executor.held_bytes if self._executor is not None else {}
+
     def close(self) -> None:
         """Let go of the device."""
         if self._executor is not None:

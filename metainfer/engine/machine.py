@@ -20,7 +20,7 @@ from metainfer.core.records import Record, RecordStore
 from metainfer.kernels.evidence import Qualification, evidence_for
 from metainfer.kernels.impl import Evidence, Impl
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import Candidate, Policy
+from metainfer.kernels.select import Policy
 from metainfer.ops.catalog import builtin_registry
 from metainfer.planner.opening import OpenedModel
 from metainfer.planner.resolve import Resolved, resolve
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     import torch
 
 QUALIFICATION = "qualification"
-ROUNDS = 4
-"""Most times that a failed qualification may send the plan back to selection."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +57,9 @@ class Machine:
     def resolve(self, model: OpenedModel, intent: Intent) -> Resolved:
         """The plan of `model` here, by what is known so far.
 
+        A kernel that was not tried yet may be chosen, and shows it (evidence ``none`` or weaker
+        than ``ran on this card``): it cannot serve before `resolve_proven` has tried it.
+
         Raises:
             UsageError, RefusedError: as `planner.resolve.resolve`.
         """
@@ -67,28 +68,26 @@ class Machine:
             layout_pins=intent.layouts,
             evidence=evidence_for(self.facts, tuple(self.qualified.values())),
             allow_fallback=frozenset(intent.allow_fallback),
+            min_evidence=Evidence.NONE,
+            disproven={q.impl: q.reasons for q in self.qualified.values() if not q.passed},
         )
         return resolve(intent, model.facts, self.facts, self.registry, policy, self.fingerprint)
 
     def resolve_proven(
         self, model: OpenedModel, intent: Intent, on_case: Callable[[str], None]
     ) -> Resolved:
-        """As `resolve`, but every chosen kernel has passed its op's cases on this machine, and so
-        has each that only lacked evidence to be a candidate.
+        """As `resolve`, but every chosen kernel has passed its op's cases on this machine.
 
         Raises:
             UsageError, RefusedError: as `resolve`; a pinned kernel that fails its cases too.
         """
-        for _ in range(ROUNDS):
+        while True:
             resolved = self.resolve(model, intent)
-            unproven = [i for i in _worth_proving(resolved, self.registry) if self._unknown(i)]
-            if not unproven:
-                break
-            self._qualify(unproven, resolved.plan.model.dtype, on_case)
-        return resolved
-
-    def _unknown(self, impl: Impl) -> bool:
-        return impl.id not in self.qualified
+            chosen = {c.impl.id: c.impl for c in resolved.selection.bundle.choices}
+            untried = [impl for impl in chosen.values() if impl.id not in self.qualified]
+            if not untried:
+                return resolved
+            self._qualify(untried, resolved.plan.model.dtype, on_case)
 
     def _qualify(self, impls: Iterable[Impl], dtype: str, on_case: Callable[[str], None]) -> None:
         from metainfer.ops.qualify import qualify_all
@@ -138,27 +137,6 @@ def open_machine(platform: str | None = None) -> Machine:
         store=store,
         fingerprint=found.id,
     )
-
-
-def _worth_proving(resolved: Resolved, registry: Registry) -> list[Impl]:
-    """Chosen implementations, and losers whose only fault is a lack of evidence.
-
-    Losers of refused bundles count too: a packing that nothing was proven for yet may be the best.
-    """
-    wanted: dict[str, Impl] = {}
-    losers: list[tuple[str, Candidate]] = []
-    for choice in resolved.selection.bundle.choices:
-        if choice.evidence is not Evidence.THIS_CARD:
-            wanted[choice.impl.id] = choice.impl
-        losers += [(choice.request.op, loser) for loser in choice.rejected]
-    for bundle in resolved.selection.refused:
-        for site in bundle.unserved:
-            losers += [(site.request.op, loser) for loser in site.rejected]
-    for op, loser in losers:
-        if {reason.code for reason in loser.reasons} == {"evidence"}:
-            named = next(impl for impl in registry.of(op) if impl.name == loser.impl)
-            wanted[named.id] = named
-    return list(wanted.values())
 
 
 def _key(impl: Impl, dtype: str) -> str:

@@ -82,6 +82,7 @@ def assemble(
             step_tokens=plan.limits.step_tokens,
             max_context=plan.limits.max_context,
             vocab=arch.vocab_size,
+            weight_bytes=weights.nbytes,
             graph_buckets=_buckets(plan.limits.max_running) if graphs else (),
         )
     )

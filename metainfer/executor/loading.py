@@ -65,7 +65,8 @@ class RandomSource:
     def read(self, name: str) -> RawTensor:
         shape = self._shapes[name]
         generator = torch.Generator(self._device)
-        generator.manual_seed(zlib.crc32(name.encode()) ^ (self._seed << 32))
+        # One 32-bit number: the CPU generator ignores the upper half of a longer seed.
+        generator.manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
         data = torch.randn(shape, generator=generator, device=self._device) * 0.02
         if len(shape) == 1 and name.endswith(".weight"):
             data += 1.0

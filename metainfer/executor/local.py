@@ -50,6 +50,7 @@ class LocalParts:
     step_tokens: int
     max_context: int
     vocab: int
+    weight_bytes: int
     graph_buckets: tuple[int, ...] = ()
 
 
@@ -104,6 +105,11 @@ class LocalExecutor:
         for segment in plan.segments:
             results += self._segment(segment)
         return StepResult(plan.step, tuple(results), time.perf_counter() - begin)
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes in fact held, by ledger kind; the plan's ledger predicted them."""
+        return {"weights": self._parts.weight_bytes, "kv": self._parts.store.nbytes}
 
     def close(self) -> None:
         """Drop graphs before the memory they point into."""

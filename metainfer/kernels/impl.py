@@ -125,7 +125,8 @@ class Layout:
 
     `role`: ``weight`` or ``kv``. `pack`: ``module:function`` that makes it from what the
     checkpoint holds (weights only). `schemes`: storage schemes it accepts, None for any.
-    `bytes_per_element`: for the ledger, by scheme of the source.
+    For the ledger: `element_bytes` by scheme of the source (None: the activation type's), and
+    `site_copies`, how often a site's matrix is held where that is not once.
     """
 
     id: str
@@ -134,6 +135,7 @@ class Layout:
     schemes: frozenset[str] | None = None
     conditions: tuple[Condition, ...] = ()
     element_bytes: Callable[[str], float] | None = None
+    site_copies: Mapping[str, int] = field(default_factory=dict)
 
     def resolve(self) -> Callable[..., object]:
         return resolve_attribute(self.pack)

@@ -29,7 +29,8 @@ class Policy:
     `pins`: op or site -> implementation name, from the user; a pin that cannot run is an error.
     `evidence`: implementation id -> what is known about it on this machine. `allow_fallback`: ops
     for which a `REFERENCE` implementation may be chosen by ``auto``; ``all`` allows every one.
-    `min_evidence`: the weakest evidence that ``auto`` accepts. `allow_lossy`: ids opted in.
+    `min_evidence`: the weakest evidence that ``auto`` accepts. `disproven`: id -> how its cases
+    failed on this machine; not even a pin takes it. `allow_lossy`: ids opted in.
     `measured`: (implementation id, phase) -> seconds from a record of this machine.
     """
 
@@ -38,6 +39,7 @@ class Policy:
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     allow_fallback: frozenset[str] = frozenset()
     min_evidence: Evidence = Evidence.OTHER_CARD
+    disproven: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     allow_lossy: frozenset[str] = frozenset()
     measured: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
@@ -130,7 +132,7 @@ def select_op(
     """
     context = Context(request, facts, layouts)
     impls = registry.of(request.op)
-    verdicts = {impl.name: objections(impl, context) for impl in impls}
+    verdicts = {impl.name: objections(impl, context) & _disproof(impl, policy) for impl in impls}
     costs = {impl.name: _seconds(impl, context, policy) for impl in impls}
     pin = policy.pins.get(request.site, policy.pins.get(request.op))
     if pin is not None:
@@ -253,6 +255,12 @@ def _layout_match(impl: Impl, role: str, layouts: Mapping[str, str]) -> Verdict:
         needed=wanted,
         offered=offered,
     )
+
+
+def _disproof(impl: Impl, policy: Policy) -> Verdict:
+    """Cases that failed on this machine; the reasons are the cases' own."""
+    failures = policy.disproven.get(impl.id, ())
+    return all_of(reject("disproven", f"failed its cases here: {text}") for text in failures)
 
 
 def _permission(impl: Impl, context: Context, policy: Policy) -> Verdict:

@@ -47,7 +47,8 @@ def weight_rows(
         if layout.element_bytes is not None:
             per_element = layout.element_bytes(scheme_of(spec.tensors[0]))
         bias = spec.shape[0] * width if spec.bias else 0
-        packed = int(spec.elements * (per_element or width)) + bias
+        copies = layout.site_copies.get(spec.site, 1)
+        packed = int(spec.elements * (per_element or width)) * copies + bias
         by_site.setdefault(spec.site, []).append(packed)
     rows = [LedgerRow(item=site, kind="weights", bytes=sum(b)) for site, b in by_site.items()]
     norms = sum(spec.elements for spec in arch.plain_weights()) * width

@@ -26,6 +26,12 @@ def _own_library(context: Context) -> Verdict:
     return ACCEPT if context.facts.device.kind == "cpu" else own_matrix_unit(context)
 
 
+def _stored(scheme: str) -> float:
+    """Bytes of one element in the checkpoint's own blocks."""
+    elements, size = BLOCKS[scheme]
+    return size / elements
+
+
 LAYOUTS = (
     Layout(
         id="dense@1",
@@ -39,6 +45,7 @@ LAYOUTS = (
         pack="metainfer.ops.linear.onednn_layout:pack",
         schemes=DECODED,
         conditions=(ON_CPU,),
+        site_copies={"embed": 2},
     ),
     Layout(
         id="c-rows16@1",
@@ -46,6 +53,7 @@ LAYOUTS = (
         pack="metainfer.ops.linear.cpu_c:pack",
         schemes=BLOCKED,
         conditions=C_ON_CPU,
+        element_bytes=_stored,
     ),
 )
 
