@@ -326,6 +326,11 @@ def test_disk_looks_at_the_nearest_existing_parent(tmp_path: Path) -> None:
     assert not probe_disk(tmp_path / "file" / "below").writable
 
 
+def test_disk_asks_for_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may do everything
+    assert not probe_disk(tmp_path / "cache").writable
+
+
 def test_falling_to_the_processor_is_seen() -> None:
     lost = losing("cuda", Reason("device", "no NVIDIA driver here"))
     seen = only(with_local(processor(), platform_losers=(lost,)))
