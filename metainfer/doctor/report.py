@@ -223,18 +223,15 @@ def _parts(report: dict[str, Any]) -> Iterable[Any]:
                 if finding["remedy"]:
                     yield Padding(Text(f"-> {finding['remedy']}"), (0, 0, 0, 4))
     if report["ops"]:
-        yield _operations(report["ops"])
+        yield from _operations(report["ops"])
     yield Text(report["summary"])
 
 
-def _operations(rows: Sequence[dict[str, Any]]) -> Any:
+def _operations(rows: Sequence[dict[str, Any]]) -> Iterable[Any]:
     """Equal rows of several phases are joined; refused implementations stand below each."""
-    from rich.table import Table
+    from rich.padding import Padding
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("op", "phase", "chosen", "quality", "evidence", "slowdown"):
-        table.add_column(title)
     merged: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         chosen, slowdown = row["chosen"], row["slowdown"]
@@ -245,11 +242,18 @@ def _operations(rows: Sequence[dict[str, Any]]) -> Any:
         price = "-" if slowdown is None else f"×{slowdown:.2f}"
         key = (row["op"], chosen["impl"], chosen["quality"], chosen["evidence"], price, *refused)
         merged.setdefault(key, []).append(row["phase"])
-    for key, phases in merged.items():
-        table.add_row(key[0], ", ".join(phases), *key[1:5])
+    lines = [("op", "phase", "chosen", "quality", "evidence", "slowdown")]
+    lines += [(key[0], ", ".join(phases), *key[1:5]) for key, phases in merged.items()]
+    widths = [max(len(line[column]) for line in lines) for column in range(6)]
+    shown = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    ]
+    yield Text(shown[0])
+    for line, key in zip(shown[1:], merged, strict=True):
+        yield Text(line.rstrip())
         for refused_line in key[5:]:
-            table.add_row("", "", Text(f"not {refused_line}"))
-    return table
+            yield Padding(Text(f"not {refused_line}"), (0, 0, 0, 4))
 
 
 def _device_line(device: dict[str, Any]) -> str:

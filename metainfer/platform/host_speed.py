@@ -1,11 +1,10 @@
 """How fast this host reads memory and multiplies: a short measurement, kept as a record.
 
 The cost model ranks kernels by these two numbers, and a layout by the first. Reading: the maximum
-of 64 MiB of float32, one thread or one per usable core, whichever is faster.
-Multiplying: float32 ``[512, 512] x [512, 512]`` by the BLAS of numpy. Best of at least five. Both are lower
-bounds of what a kernel can reach. Takes 0.05 to 0.2 s, mostly the first touch of the memory; the
-record makes that once per machine. Without a record and without permission to measure, a seed that
-says so.
+of 64 MiB of float32, one thread or one per usable core, whichever is faster. Multiplying: float32
+``[512, 512] x [512, 512]`` by the BLAS of numpy. Best of at least five. Both are lower bounds of
+what a kernel can reach. Takes 0.1 to 0.3 s, mostly the first touch of the memory; the record makes
+that once per machine. Without a record and without permission to measure, a seed that says so.
 """
 
 from __future__ import annotations
