@@ -242,7 +242,7 @@ def _operations(rows: Sequence[dict[str, Any]]) -> Iterable[Any]:
         price = "-" if slowdown is None else f"×{slowdown:.2f}"
         key = (row["op"], chosen["impl"], chosen["quality"], chosen["evidence"], price, *refused)
         merged.setdefault(key, []).append(row["phase"])
-    lines = [("op", "phase", "chosen", "quality", "evidence", "slowdown")]
+    lines: list[tuple[str, ...]] = [("op", "phase", "chosen", "quality", "evidence", "slowdown")]
     lines += [(key[0], ", ".join(phases), *key[1:5]) for key, phases in merged.items()]
     widths = [max(len(line[column]) for line in lines) for column in range(6)]
     shown = [
