@@ -16,6 +16,8 @@ from command_line import HERE, cli, document, environ, fake
 from fake_engine import reply_text
 from fake_server import descendants, eventually, is_alive
 
+from metainfer.cli.session import Answer
+
 
 def test_generate_json() -> None:
     done = fake("generate", "m", "--prompt", "hello", "--max-tokens", "7", "--seed", "3", "--json")
@@ -74,7 +76,7 @@ def test_chat_reads_a_pipe() -> None:
     ]
 
 
-def _read_until(terminal: int, word: bytes, seconds: float = 15.0) -> bytes:
+def _read_until(terminal: int, word: bytes, seconds: float = 40.0) -> bytes:
     seen, until = b"", time.monotonic() + seconds
     while word not in seen:
         left = until - time.monotonic()
@@ -163,3 +165,9 @@ def test_json_verbs_print_one_document() -> None:
         done = cli(*words, "--json")
         assert done.returncode == 0, done.stderr
         assert document(done)
+
+
+def test_decode_speed_leaves_out_the_first_output() -> None:
+    answer = Answer(5, token_ids=[1, 2, 3, 4, 5], first_tokens=2, began=0.5, first=1.0, last=2.5)
+    assert answer.ttft_s == 0.5
+    assert answer.decode_tok_s == 2.0
