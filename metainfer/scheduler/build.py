@@ -15,8 +15,8 @@ from metainfer.core.step import (
 from metainfer.scheduler.config import SchedulerConfig
 from metainfer.scheduler.sequence import Sequence
 
-Entry = tuple[Sequence, int, TokenRun]
-"""A run under way: whose it is, in which residency, and the run."""
+Entry = tuple[Sequence, TokenRun]
+"""A run under way, and whose it is."""
 
 
 class Flight:
@@ -75,13 +75,13 @@ class Build:
 
 
 def _short_phase(ranks: list[list[Entry]]) -> Phase:
-    drafted = any(run.drafts for rank in ranks for _, _, run in rank)
+    drafted = any(run.drafts for rank in ranks for _, run in rank)
     return Phase.VERIFY if drafted else Phase.DECODE
 
 
 def _segment(phase: Phase, ranks: list[list[Entry]], config: SchedulerConfig) -> Segment:
     """One launch. Every domain runs it: an idle one computes at least one dummy token."""
-    runs = [tuple([run for _, _, run in rank]) for rank in ranks]
+    runs = [tuple([run for _, run in rank]) for rank in ranks]
     counts = [len(rank) for rank in runs]
     drafts = 0
     uniform = True

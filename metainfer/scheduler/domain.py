@@ -32,7 +32,7 @@ class Domain:
         self.waiting: list[Sequence] = []
         self.gaps = GapWindow()
         first = index * kv.sizes.slots
-        self._slots = list(range(first, first + min(max_running, kv.sizes.slots)))  # heap
+        self._slots = list(range(first, first + max_running))  # heap
         self._room: list[int] | None = None  # unclaimed pages per group, within one step
         self._blocked: tuple[int, int] | None = None  # (head's index, kv.released) that failed
 
@@ -60,11 +60,11 @@ class Domain:
             return None
         head = self.waiting[0]
         state = (head.index, self.kv.released)
-        if head.in_flight or (self.running and self._blocked == state):
+        if self.running and self._blocked == state:
             return None  # nothing changed since the head was refused
         reach = LOOKAHEAD if head.overtaken < OVERTAKES else 1
         for seq in self.waiting[:reach]:
-            if seq.request.priority != head.request.priority or seq.in_flight:
+            if seq.request.priority != head.request.priority:
                 continue
             hit = self._hit_with_room(seq)
             if hit is not None:

@@ -29,13 +29,13 @@ class Receiver:
         worst = [0.0] * len(domains)
         outputs: list[RequestOutput] = []
         ended = False
-        for (seq, epoch, run), answer in zip(flight.entries, result.runs, strict=True):
+        for (seq, run), answer in zip(flight.entries, result.runs, strict=True):
             if answer.slot != run.slot:
                 raise InternalError(f"run of slot {run.slot} was answered for slot {answer.slot}")
             seq.in_flight -= 1
             if seq.done:
                 continue
-            output = self._plain(seq, epoch, run, answer) or self._settle(seq, epoch, run, answer)
+            output = self._plain(seq, run, answer) or self._settle(seq, run, answer)
             if output is None:
                 continue
             outputs.append(output)
@@ -52,9 +52,7 @@ class Receiver:
                 domain.sweep()
         return outputs
 
-    def _plain(
-        self, seq: Sequence, epoch: int, run: TokenRun, answer: RunResult
-    ) -> RequestOutput | None:
+    def _plain(self, seq: Sequence, run: TokenRun, answer: RunResult) -> RequestOutput | None:
         """The common case, short of everything it does not need: one more token, no end."""
         tokens, start, account = answer.tokens, run.start, seq.account
         count = len(seq.tokens)
@@ -64,7 +62,6 @@ class Receiver:
             or seq.hold
             or start + 1 != count
             or len(run.tokens) != 1
-            or epoch != seq.epoch
             or account is None
             or start < seq.prompt_len
             or count + 1 >= seq.limit
@@ -82,13 +79,11 @@ class Receiver:
             seq.request_id, tokens, index, answer.logprobs, (), None, None, seq.cached_tokens
         )
 
-    def _settle(
-        self, seq: Sequence, epoch: int, run: TokenRun, answer: RunResult
-    ) -> RequestOutput | None:
+    def _settle(self, seq: Sequence, run: TokenRun, answer: RunResult) -> RequestOutput | None:
         """Take in one run's answer; the output, if there is something to tell."""
         scheduler, domain = self._scheduler, self._scheduler.domains[seq.domain]
         start = run.start
-        resident = seq.epoch == epoch
+        resident = seq.account is not None  # not preempted since: nobody re-enters in flight
         end = start + len(run.tokens)
         if answer.error:
             if resident and seq.account is not None:

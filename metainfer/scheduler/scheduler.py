@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 from metainfer.core.clock import Clock, SystemClock
-from metainfer.core.errors import InternalError, RequestError
+from metainfer.core.errors import InternalError, RequestError, UsageError
 from metainfer.core.request import FinishReason, Request
 from metainfer.core.step import PENDING, NewRequest, RequestOutput, StepPlan, StepResult, TokenRun
 from metainfer.core.verdict import Verdict
@@ -53,6 +53,12 @@ class Scheduler:
         drafts: DraftSource | None = None,
     ) -> None:
         config.check()
+        slots = min(manager.sizes.slots for manager in kv)
+        if config.max_running > slots:
+            raise UsageError(
+                f"max_running {config.max_running} exceeds the {slots} slots of the caches.",
+                f"Set max_running to {slots} or less.",
+            )
         self.config = config
         self.clock = clock or SystemClock()
         self.counters = Counters()
@@ -203,6 +209,8 @@ class Scheduler:
 
     def _admit(self, domain: Domain, seq: Sequence, hit: Hit) -> None:
         assert seq.prefix is not None
+        if seq.in_flight:
+            raise InternalError(f"{seq.request_id} re-enters while a result of it is awaited")
         kv, build = domain.kv, self._build
         domain.admit(seq)
         if seq.uses_cache:
@@ -211,7 +219,6 @@ class Scheduler:
             self.counters.cached_tokens += hit.tokens
         account, grants = kv.open(seq.slot, seq.prefix, hit)
         seq.account = account
-        seq.epoch += 1
         seq.planned = hit.tokens
         seq.rows_planned = seq.rows_done
         if not seq.preempted:
@@ -271,7 +278,7 @@ class Scheduler:
                 seq.planned = start + 1
                 seq.known += 1
                 seq.in_flight += 1
-                runs.append((seq, seq.epoch, TokenRun(seq.slot, start, (token,), 1, 0, True)))
+                runs.append((seq, TokenRun(seq.slot, start, (token,), 1, 0, True)))
                 continue
             wanted = due if due <= few else seq.share
             if wanted:
@@ -322,7 +329,7 @@ class Scheduler:
         self.counters.drafted_tokens += len(drafts)
         short = drafts or end - start == 1
         lists = self._build.short if short else self._build.chunks
-        lists[domain.index].append((seq, seq.epoch, run))
+        lists[domain.index].append((seq, run))
 
     def _chunk_end(self, kv: KVManager, seq: Sequence, end: int) -> int:
         """Cut a chunk at the last grid position in it, where states can be saved for later hits."""
@@ -350,7 +357,6 @@ class Scheduler:
         self.counters.preemptions += 1
         seq.preempted += 1
         self._leave(domain, seq)
-        seq.epoch += 1
         seq.planned = 0
         seq.hold = False
         domain.enqueue(seq)

@@ -16,8 +16,7 @@ class Sequence:
     """Mutable state of one request, owned by the scheduler.
 
     `tokens`: prompt and confirmed answer. `limit`: most tokens in all. `stop_at`: positions that
-    ever need computing (the last token of an answer does not). `epoch`: counts residencies, so that
-    results of an earlier one do not touch the account of a later one.
+    ever need computing (the last token of an answer does not). `account` is None while it waits.
     """
 
     __slots__ = (
@@ -25,7 +24,6 @@ class Sequence:
         "cached_tokens",
         "domain",
         "done",
-        "epoch",
         "hold",
         "in_flight",
         "index",
@@ -75,7 +73,6 @@ class Sequence:
         self.in_flight = 0  # planned steps whose result is awaited
         self.hold = False  # a run with unknown outcome is in flight: its end is not known
         self.done = False
-        self.epoch = 0
         self.share = 0
         self.domain = 0
         self.slot = -1

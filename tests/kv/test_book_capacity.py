@@ -80,6 +80,13 @@ def test_b20_limits_are_refused_with_every_reason() -> None:
     ]
 
 
+def test_b21_slots_limit_running_sequences() -> None:
+    roomy = sizes(50, 50, 50, slots=2)
+    assert check_limits(roomy, limits(8, 2)).accepted
+    refused = check_limits(roomy, limits(8, 3))
+    assert refused.reasons[0].data == {"asked": 3, "allowed": 2}
+
+
 def test_b20_bytes_follow_the_groups() -> None:
     case = sizes(3, 5, 7)
     assert case.bytes() == 3 * 16 + 5 * 4 + 7 * 16 + 4 * 64

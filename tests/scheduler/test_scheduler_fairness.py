@@ -70,6 +70,24 @@ def test_b29_other_domains_are_not_stalled() -> None:
     assert len(gaps) == 4 and all(0 < gap <= BOUND for gap in gaps)
 
 
+def test_b29_the_bound_covers_domains_that_only_prefill() -> None:
+    """All domains wait for the slowest: a prompt elsewhere is bounded while anyone decodes."""
+    sizes = sizes_of(groups_of("dense", 64), pages=400, slots=4, domains=2)
+    config = SchedulerConfig(
+        max_context=9000, max_running=4, step_tokens=512, mixed_prefill_tokens=64
+    )
+    world = World(sizes, config, contents=False)
+    world.keep_plans = True
+    world.add(request("short", [1] * 10, 50))
+    world.step()
+    world.add(request("long", [2] * 8000, 1))
+    world.run()
+    shared = [p for p in world.plans if all(rank.runs for rank in p.segments[0].ranks)]
+    alone = [p for p in world.plans if not p.segments[0].ranks[0].runs]
+    assert len(shared) == 49 and all(p.segments[0].ranks[1].tokens == 64 for p in shared)
+    assert alone and max(p.segments[0].ranks[1].tokens for p in alone) == 512
+
+
 def test_b29_bound_holds_with_drafts() -> None:
     """Drafts come out of what the prompts leave, not on top of the bound."""
 
@@ -94,6 +112,7 @@ def test_b29_bound_holds_with_drafts() -> None:
         short = [run for run in runs if run.slot < 8]
         assert chunk <= 256 or not short
         assert plan.tokens <= 512
+        assert all(run.end < 10 + 300 for run in short), "nothing is drafted past the end"
         assert len(short) in (0, 8) or any(a.finish for a in world.answers.values())
 
 

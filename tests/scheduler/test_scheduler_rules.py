@@ -6,11 +6,13 @@ import random
 
 import pytest
 from null_world import SHAPES, VOCAB, World, groups_of, request, sizes_of
+from null_world import window as window_of
 
 from metainfer.core.errors import InternalError, UsageError
 from metainfer.core.request import FinishReason
 from metainfer.core.step import PENDING, Phase, RunResult, StepPlan, StepResult
 from metainfer.executor.null import NullDevice
+from metainfer.kv.book.spec import form_groups
 from metainfer.scheduler.config import SchedulerConfig
 from metainfer.scheduler.share import share
 
@@ -93,6 +95,12 @@ def test_config_refuses_starvation() -> None:
         config(step_tokens=3).check()
 
 
+def test_more_running_than_slots_is_refused() -> None:
+    sizes = sizes_of(groups_of("dense", 8), pages=9, slots=3)
+    with pytest.raises(UsageError, match="max_running 4 exceeds the 3 slots"):
+        World(sizes, config(max_running=4))
+
+
 # -- order -----------------------------------------------------------------------------------------
 
 
@@ -120,6 +128,20 @@ def test_preemption_takes_the_last_in_order_and_recomputes_it() -> None:
     assert entries.count("high") == 1, "the most urgent is never preempted"
     assert one.scheduler.counters.preemptions == len(entries) - 3 > 0
     assert one.answers["high"].times[-1] <= one.answers["low"].times[-1]
+
+
+def test_an_admission_undone_in_its_own_step_leaves_no_trace() -> None:
+    """A chunk of the first takes every window page; the last, just admitted, yields unseen."""
+    groups = form_groups((window_of(0, 16),), page_tokens=4)
+    one = World(sizes_of(groups, pages=11, slots=3), config(step_tokens=100, max_running=3))
+    one.keep_plans = True
+    for name, length in (("a", 60), ("b", 3), ("c", 7)):
+        one.add(request(name, [length] * length, 4))
+    one.run()
+    one.check()
+    assert [new.request_id for new in one.plans[0].new] == ["a", "b"]
+    assert one.plans[0].released == ()
+    assert one.scheduler.counters.preemptions >= 1
 
 
 def test_admission_promises_no_page_twice() -> None:
