@@ -14,11 +14,12 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from metainfer.core.env import cache_dir
+from metainfer.core.errors import UserError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Loser, Origin
 from metainfer.core.records import Record, RecordStore
 from metainfer.kernels.evidence import Qualification, evidence_for
-from metainfer.kernels.impl import Evidence, Impl
+from metainfer.kernels.impl import Evidence, Impl, Layout
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import Policy
 from metainfer.ops.catalog import builtin_registry
@@ -122,12 +123,17 @@ def open_machine(platform: str | None = None) -> Machine:
     store = RecordStore(cache_dir() / "records", found)
     facts = with_host_speed(facts, host_speed(facts, store))
     registry = builtin_registry()
-    layouts: Any = selected.platform.layouts()
-    for layout in layouts:
-        registry.add_layout(layout)
-    providers: Any = selected.platform.providers()
-    for impl in providers:
-        registry.add(impl)
+    for declared in (*selected.platform.layouts(), *selected.platform.providers()):
+        if isinstance(declared, Layout):
+            registry.add_layout(declared)
+        elif isinstance(declared, Impl):
+            registry.add(declared)
+        else:
+            raise UserError(
+                f"platform {selected.platform.name} declares a {type(declared).__name__}.",
+                "Tell its vendor: providers() gives Impl, layouts() gives Layout.",
+                code="bad_platform",
+            )
     return Machine(
         platform=selected.platform,
         origin=selected.origin,

@@ -8,14 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from metainfer.core.errors import InternalError
 from metainfer.core.step import PageCopy
 from metainfer.kv.book.spec import GroupKind, GroupSpec
-from metainfer.models.common.inputs import PagedLayerCache
 
 PAGES = "kv-pages@1"
+
+
+@dataclass(slots=True)
+class PagedLayerCache:
+    """One layer's pages: `k` and `v` [P, G, Hkv, D]; `group` is the group's index."""
+
+    group: int
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -54,8 +63,8 @@ class KVStore:
             shape = (len(group.layers), count, group.page_entries, kv_heads, head_dim)
             pool = PagePool(
                 group,
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
+                _zeros(shape, dtype, device),
+                _zeros(shape, dtype, device),
             )
             self.pools.append(pool)
             for row, layer in enumerate(group.layers):
@@ -69,3 +78,11 @@ class KVStore:
     @property
     def nbytes(self) -> int:
         return sum(pool.k.nbytes + pool.v.nbytes for pool in self.pools)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on the host the system's own zero pages, so that unused cache costs no memory."""
+    if device.type != "cpu":
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(tuple(shape))

@@ -29,12 +29,3 @@ class SegmentInputs:
     context_lens: torch.Tensor  # [S] int32, cached tokens including this segment's
     groups: tuple[GroupInputs, ...]
     logit_rows: torch.Tensor | None  # [R] int64; None = every row
-
-
-@dataclass(slots=True)
-class PagedLayerCache:
-    """One layer's pages: `k` and `v` [P, G, Hkv, D]; `group` indexes `SegmentInputs.groups`."""
-
-    group: int
-    k: torch.Tensor
-    v: torch.Tensor

@@ -14,7 +14,8 @@ import torch
 
 from metainfer.core.step import ALL_LAYERS
 from metainfer.kernels.table import PhaseOps
-from metainfer.models.common.inputs import PagedLayerCache, SegmentInputs
+from metainfer.kv.store.pools import PagedLayerCache
+from metainfer.models.common.inputs import SegmentInputs
 from metainfer.models.dense.arch import DenseArch
 from metainfer.ops.linear.packed import PackedWeight
 
