@@ -1,0 +1,184 @@
+"""The real server over the real engine, as two processes, on a tiny random model.
+
+What a fake engine cannot show: that tokens come through exactly, that a leaving client's pages are
+free, that neither process outlives the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import openai
+import psutil
+import pytest
+from harness import ask, start
+
+from metainfer.core.request import SamplingParams
+
+MODEL = "random:tiny-llama"
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    base: str
+
+    def engine(self) -> int:
+        """Process id of the engine, found by its command line below the server."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "metainfer.engine.process" in child.cmdline() and not any(
+                    "guardian" in word for word in child.cmdline()
+                ):
+                    return child.pid
+        raise AssertionError("no engine process")
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"{self.base}/metrics", timeout=10) as answer:
+            page = answer.read().decode()
+        found = re.search(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", page, re.MULTILINE)
+        assert found, f"no metric {name} in:\n{page}"
+        return float(found[1])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[Server]:
+    port = free_port()
+    command = [sys.executable, "-m", "metainfer.cli.main", "serve", MODEL, "--port", str(port)]
+    process = subprocess.Popen([*command, "--threads", "1", *flags], stderr=subprocess.PIPE)
+    server = Server(process, f"http://127.0.0.1:{port}")
+    try:
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            assert process.poll() is None, process.stderr.read().decode()  # type: ignore[union-attr]
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                if urllib.request.urlopen(f"{server.base}/ready", timeout=2).status == 200:
+                    break
+            time.sleep(0.1)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--concurrency", "16") as running:
+        yield running
+
+
+def test_hundred_streams_lose_nothing(server: Server) -> None:
+    """Each stream's text is what the same engine says in this process, one at a time."""
+    prompts = [[3 + (7 * i + j) % 250 for j in range(5 + i % 23)] for i in range(100)]
+    engine = start(MODEL, concurrency=1, prefix_cache=False)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+    expected = [ask(engine, [p], params, audit=False)[0].tokens for p in prompts]
+
+    async def one(client: openai.AsyncOpenAI, prompt: list[int]) -> tuple[list[str], int]:
+        stream = await client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            logprobs=0,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        tokens, usage = [], 0
+        async for chunk in stream:
+            if chunk.usage is not None:
+                usage = chunk.usage.completion_tokens
+            for choice in chunk.choices:
+                if choice.logprobs is not None:
+                    tokens += choice.logprobs.tokens or []
+        return tokens, usage
+
+    async def every() -> list[tuple[list[str], int]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="x") as client:
+            return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
+
+    answers = asyncio.run(every())
+    texts = {}
+    for wanted, (tokens, usage) in zip(expected, answers, strict=True):
+        assert usage == len(wanted) == len(tokens) == 24
+        # The same id is always shown as the same text, so equal sequences show equal texts.
+        for token, text in zip(wanted, tokens, strict=True):
+            assert texts.setdefault(token, text) == text
+    assert len(texts) > 20
+
+
+def test_a_client_that_leaves_frees_its_pages(server: Server) -> None:
+    body = {"model": MODEL, "prompt": [5] * 300, "max_tokens": 200, "stream": True}
+    body["ignore_eos"] = True
+    before = server.metric("metainfer_requests_running")
+    with httpx.stream("POST", f"{server.base}/v1/completions", json=body, timeout=30) as answer:
+        next(answer.iter_lines())
+        assert server.metric("metainfer_requests_running") == before + 1
+        assert server.metric("metainfer_kv_cache_usage_ratio") > 0
+    end = time.monotonic() + 10
+    while server.metric("metainfer_requests_running") > before and time.monotonic() < end:
+        time.sleep(0.02)
+    assert server.metric("metainfer_requests_running") == before
+    assert server.metric("metainfer_kv_cache_usage_ratio") == 0
+
+
+def test_plan_is_the_plan(server: Server) -> None:
+    plan = json.load(urllib.request.urlopen(f"{server.base}/plan"))
+    ready = json.load(urllib.request.urlopen(f"{server.base}/ready"))
+    assert plan["plan"]["model"]["reference"] == MODEL
+    assert plan["plan"]["fingerprint"] in json.dumps(ready)
+    assert plan["decisions"] and plan["ledger"]
+
+
+def test_kill_of_the_engine_ends_the_server() -> None:
+    with serving() as server:
+        os.kill(server.engine(), signal.SIGKILL)
+        assert server.process.wait(20) != 0
+
+
+def test_kill_of_the_server_ends_the_engine() -> None:
+    with serving() as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert family
+        server.process.kill()
+        gone, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, [child.cmdline() for child in alive]
+
+
+def test_term_drains_running_answers() -> None:
+    with serving() as server:
+        body = {"model": MODEL, "prompt": [5] * 20, "max_tokens": 120, "stream": True}
+        body["ignore_eos"] = True
+        url = f"{server.base}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert server.process.wait(20) == 0
