@@ -317,7 +317,9 @@ def _choice(
     costs: Mapping[str, float | None],
 ) -> Choice:
     own = costs[impl.name]
-    known = [seconds for seconds in costs.values() if seconds is not None]
+    # Kernels of another kind of device are no measure of what this one could do.
+    foreign = {c.impl for c in losers if any(reason.code == "device" for reason in c.reasons)}
+    known = [cost for name, cost in costs.items() if cost is not None and name not in foreign]
     slowdown = round(own / min(known), 3) if own and known else None
     return Choice(
         context.request,
