@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from machines import (
+from sample_machines import (
     card,
     healthy,
     link,

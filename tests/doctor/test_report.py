@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 import pytest
-from machines import healthy, processor, with_software
+from sample_machines import healthy, processor, with_software
 
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.step import Phase
