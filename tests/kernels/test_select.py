@@ -145,9 +145,23 @@ def test_order_is_measured_then_cost_then_priority_then_declared() -> None:
 
 
 def test_slowdown_counts_rejected_ones() -> None:
-    registry = Registry([kernel("a", 4.0), kernel("b", 1.0, conditions=(device_kind("cpu"),))])
-    outcome = pick(registry)
+    """A faster kernel that this card refuses shows what is lost; another device's does not."""
+    too_new = kernel("b", 1.0, conditions=(capability((99, 0)),))
+    outcome = pick(Registry([kernel("a", 4.0), too_new]))
     assert isinstance(outcome, Choice) and outcome.slowdown == 4.0
+    foreign = kernel("b", 1.0, conditions=(device_kind("abacus"),))
+    outcome = pick(Registry([kernel("a", 4.0), foreign]))
+    assert isinstance(outcome, Choice) and outcome.slowdown == 1.0
+
+
+def test_what_failed_its_cases_here_is_refused_even_when_asked_for() -> None:
+    registry = Registry([kernel("a", 1.0), kernel("b", 2.0)])
+    outcome = pick(registry, disproven={"gemm/a": ("case 3: error 1e-1",)})
+    assert chosen(outcome) == "b"
+    assert isinstance(outcome, Choice)
+    assert [r.code for r in outcome.rejected[0].reasons] == ["disproven"]
+    with pytest.raises(RefusedError, match="case 3"):
+        pick(registry, disproven={"gemm/a": ("case 3: error 1e-1",)}, pins={"gemm": "a"})
 
 
 def test_auto_needs_evidence_permission_and_no_loss() -> None:
