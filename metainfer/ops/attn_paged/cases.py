@@ -60,6 +60,7 @@ LAYOUTS = (
     Layout("chunk-d96", ((9, 20),), d=96, phases=PREFILL),
     Layout("mixed", ((1, 30), (20, 20), (1, 5), (0, 9), (6, 38)), phases=MIXED),
     Layout("mixed-window", ((1, 60), (20, 50), (1, 5)), window=17, phases=MIXED),
+    Layout("verify-one-draft", ((2, 9), (2, 2), (2, 33)), phases=VERIFYING),
     Layout("verify", ((3, 30), (4, 4), (3, 64)), phases=VERIFYING),
 )
 
