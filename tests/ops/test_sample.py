@@ -297,6 +297,22 @@ def test_impossible_ids_are_never_drawn() -> None:
     assert set(sample(logits, draws(n)).tokens.tolist()) == {1, 3, 4}
 
 
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1 - 2.0**-53, 3)])
+def test_the_ends_of_the_interval_draw_possible_ids(
+    number: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 may not choose a leading id of weight 0, and rounding up to 1 not a trailing one."""
+    from metainfer.ops.sample import ref
+
+    def fixed(seed: Tensor, index: Tensor) -> Tensor:
+        return torch.full(seed.shape, number, dtype=torch.float64)
+
+    monkeypatch.setattr(ref, "uniform", fixed)
+    never = float("-inf")
+    logits = torch.tensor([[never, 0.1, never, 0.3, never, never]])
+    assert sample(logits, draws(1)).tokens.item() == token
+
+
 # ---- reports -------------------------------------------------------------------------------------
 
 
