@@ -34,12 +34,14 @@ class Domain:
         first = index * kv.sizes.slots
         self._slots = list(range(first, first + max_running))  # heap
         self._room: list[int] | None = None  # unclaimed pages per group, within one step
-        self._blocked: tuple[int, int] | None = None  # (head's index, kv.released) that failed
+        self._arrivals = 0
+        self._blocked: tuple[int, int, int] | None = None  # the state in which nothing could enter
 
     # -- queue -------------------------------------------------------------------------------------
 
     def enqueue(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=_order)
+        self._arrivals += 1
 
     def dequeue(self, seq: Sequence) -> None:
         del self.waiting[bisect_left(self.waiting, seq.order, key=_order)]
@@ -59,9 +61,9 @@ class Domain:
         if not self.waiting or not self._slots:
             return None
         head = self.waiting[0]
-        state = (head.index, self.kv.released)
+        state = (head.index, self.kv.released, self._arrivals)
         if self.running and self._blocked == state:
-            return None  # nothing changed since the head was refused
+            return None  # no page came free and nobody arrived since
         reach = LOOKAHEAD if head.overtaken < OVERTAKES else 1
         for seq in self.waiting[:reach]:
             if seq.request.priority != head.request.priority:

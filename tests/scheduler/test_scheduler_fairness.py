@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from null_world import World, groups_of, request, sizes_of
+from null_world import VOCAB, World, groups_of, request, sizes_of
 
 from metainfer.executor.null import NullCost
 from metainfer.scheduler.config import SchedulerConfig
@@ -147,17 +147,19 @@ def test_b29_a_blocked_head_is_passed_but_not_starved() -> None:
     sizes = sizes_of(groups_of("dense", 8), pages=21, slots=8)
     config = SchedulerConfig(max_context=150, max_running=8, step_tokens=64)
     world = World(sizes, config)
+    world.keep_plans = True
     world.add(request("first", [1] * 60, 20))
     world.step()
     world.add(request("big", [2] * 120, 5))
-    passed = 0
-    for i in range(100):
-        world.add(request(f"s{i}", [3, i], 20))
+    world.add(request("lower", [2], 5, priority=1))
+    for i in range(150):
+        world.add(request(f"s{i}", [3, i % VOCAB], 20))
         world.step()
         if world.answers["big"].tokens:
             break
-        passed = sum(bool(world.answers[f"s{k}"].tokens) for k in range(i + 1))
-    assert world.answers["big"].tokens
-    assert 0 < passed <= OVERTAKES
+    entered = [new.request_id for plan in world.plans for new in plan.new]
+    passed = entered[1 : entered.index("big")]
+    assert len(passed) == OVERTAKES, "a stream of small requests would starve it"
+    assert "lower" not in passed, "nobody passes a more urgent one"
     world.run()
     world.check()

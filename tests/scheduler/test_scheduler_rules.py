@@ -144,11 +144,36 @@ def test_an_admission_undone_in_its_own_step_leaves_no_trace() -> None:
     assert one.scheduler.counters.preemptions >= 1
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_pages_that_come_back_with_a_result_are_waited_for(late: bool) -> None:
+    """A long chunk holds window pages until its result is in; nobody is preempted for that."""
+    groups = form_groups((window_of(0, 16),), page_tokens=4)
+    sizes = sizes_of(groups, pages=15, slots=2)
+    one = World(sizes, config(step_tokens=100, max_running=2, mixed_prefill_tokens=100), late=late)
+    one.add(request("prompt", [1] * 90, 5))
+    one.add(request("other", [2] * 9, 20))
+    one.run()
+    one.check()
+    assert one.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("shape", ["dense", "swa", "state", "v4"])
+def test_the_next_turn_of_a_conversation_hits_the_answer_too(shape: str) -> None:
+    one = world(shape)
+    one.add(request("turn", [1] * 20, 30))
+    one.run()
+    one.add(request("next", [1] * 20 + one.answers["turn"].tokens + [3, 4], 5))
+    one.run()
+    one.check()
+    assert one.answers["next"].cached == 48, "49 of 50 tokens were computed, the grid is 8"
+
+
 def test_admission_promises_no_page_twice() -> None:
     """Two prompts that fit one after the other do not run together only to preempt each other."""
     one = world(pages=21, max_context=150, step_tokens=16)
-    for name in "ab":
-        one.add(request(name, [ord(name)] * 100, 10))
+    one.add(request("a", [1] * 100, 10))
+    one.step()
+    one.add(request("b", [2] * 100, 10))
     one.run()
     one.check()
     assert one.scheduler.counters.preemptions == 0
