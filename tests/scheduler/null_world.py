@@ -215,3 +215,26 @@ class World:
                 want = want[: len(answer.tokens)]
             assert answer.finish is not None, f"{name} never ended"
             assert answer.tokens == want, f"{name}: {answer.tokens} != {want}"
+
+
+def config_of(**changes: object) -> SchedulerConfig:
+    fields: dict[str, object] = {
+        "max_context": 100,
+        "max_running": 4,
+        "step_tokens": 32,
+        "mixed_prefill_tokens": 8,
+    }
+    return SchedulerConfig(**(fields | changes))  # type: ignore[arg-type]
+
+
+def world_of(
+    shape: str = "dense", *, pages: int = 60, slots: int = 4, late: bool = False, **changes: object
+) -> World:
+    domains = int(changes.pop("domains", 1))  # type: ignore[call-overload]
+    drafts = changes.pop("drafts", None)
+    sizes = sizes_of(groups_of(shape, 8), pages=pages, slots=slots, domains=domains)
+    made = World(
+        sizes, config_of(max_running=slots, **changes), late=late, drafts=drafts, caching=True
+    )
+    made.keep_plans = True
+    return made

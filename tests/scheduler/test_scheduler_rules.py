@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from null_world import SHAPES, VOCAB, World, groups_of, request, sizes_of
+from null_world import VOCAB, World, config_of, groups_of, request, sizes_of, world_of
 from null_world import window as window_of
 
 from metainfer.core.errors import InternalError, UsageError
@@ -13,31 +13,6 @@ from metainfer.core.request import FinishReason
 from metainfer.core.step import PENDING, Phase, RunResult, StepPlan, StepResult
 from metainfer.executor.null import NullDevice
 from metainfer.kv.book.spec import form_groups
-from metainfer.scheduler.config import SchedulerConfig
-from metainfer.scheduler.share import share
-
-
-def config(**changes: object) -> SchedulerConfig:
-    fields: dict[str, object] = {
-        "max_context": 100,
-        "max_running": 4,
-        "step_tokens": 32,
-        "mixed_prefill_tokens": 8,
-    }
-    return SchedulerConfig(**(fields | changes))  # type: ignore[arg-type]
-
-
-def world(
-    shape: str = "dense", *, pages: int = 60, slots: int = 4, late: bool = False, **changes: object
-) -> World:
-    domains = int(changes.pop("domains", 1))  # type: ignore[call-overload]
-    drafts = changes.pop("drafts", None)
-    sizes = sizes_of(groups_of(shape, 8), pages=pages, slots=slots, domains=domains)
-    made = World(
-        sizes, config(max_running=slots, **changes), late=late, drafts=drafts, caching=True
-    )
-    made.keep_plans = True
-    return made
 
 
 def phases(plan: StepPlan) -> list[Phase]:
@@ -48,7 +23,7 @@ def phases(plan: StepPlan) -> list[Phase]:
 
 
 def test_context_length_is_refused_with_numbers() -> None:
-    one = world()
+    one = world_of()
     error = one.add(request("a", [1] * 100, 1))
     assert error is not None and error.code == "context_length_exceeded"
     assert "100 tokens" in error.cause and "99" in error.remedy
@@ -61,7 +36,7 @@ def test_context_length_is_refused_with_numbers() -> None:
 
 
 def test_b28_what_can_never_fit_is_refused_with_numbers() -> None:
-    one = world(pages=5)
+    one = world_of(pages=5)
     error = one.add(request("a", [1] * 20, 14))
     assert error is not None and error.code == "out_of_memory"
     assert "33 tokens need 5 pages of group kv, the pool has 4" in error.cause
@@ -71,7 +46,7 @@ def test_b28_what_can_never_fit_is_refused_with_numbers() -> None:
 
 
 def test_queue_full_is_a_503_and_changes_nothing() -> None:
-    one = world(max_waiting=2)
+    one = world_of(max_waiting=2)
     assert [one.add(request(f"r{i}", [i], 2)) for i in range(2)] == [None, None]
     error = one.add(request("r2", [1], 2))
     assert error is not None and (error.status, error.code) == (503, "queue_full")
@@ -84,7 +59,7 @@ def test_queue_full_is_a_503_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("bad", [request("", [], 1), request("r", [1], 1)])
 def test_empty_prompt_and_reused_id_are_refused(bad: object) -> None:
-    one = world()
+    one = world_of()
     one.add(request("r", [1, 2], 3))
     assert one.add(bad) is not None  # type: ignore[arg-type]
     assert one.scheduler.counters.rejected == 1
@@ -92,20 +67,20 @@ def test_empty_prompt_and_reused_id_are_refused(bad: object) -> None:
 
 def test_config_refuses_starvation() -> None:
     with pytest.raises(UsageError, match="step_tokens 3 is below max_running 4"):
-        config(step_tokens=3).check()
+        config_of(step_tokens=3).check()
 
 
 def test_more_running_than_slots_is_refused() -> None:
     sizes = sizes_of(groups_of("dense", 8), pages=9, slots=3)
     with pytest.raises(UsageError, match="max_running 4 exceeds the 3 slots"):
-        World(sizes, config(max_running=4))
+        World(sizes, config_of(max_running=4))
 
 
 # -- order -----------------------------------------------------------------------------------------
 
 
 def test_priority_then_arrival() -> None:
-    one = world(slots=1)
+    one = world_of(slots=1)
     for name, priority in (("late", 5), ("first", 1), ("second", 1), ("urgent", -1)):
         one.add(request(name, [len(name)], 2, priority=priority))
     one.run()
@@ -116,7 +91,7 @@ def test_priority_then_arrival() -> None:
 
 
 def test_preemption_takes_the_last_in_order_and_recomputes_it() -> None:
-    one = world(pages=9, step_tokens=64, mixed_prefill_tokens=64)
+    one = world_of(pages=9, step_tokens=64, mixed_prefill_tokens=64)
     one.add(request("low", [1] * 15, 30, priority=2))
     one.step()
     one.add(request("mid", [2] * 15, 30, priority=1))
@@ -133,7 +108,7 @@ def test_preemption_takes_the_last_in_order_and_recomputes_it() -> None:
 def test_an_admission_undone_in_its_own_step_leaves_no_trace() -> None:
     """A chunk of the first takes every window page; the last, just admitted, yields unseen."""
     groups = form_groups((window_of(0, 16),), page_tokens=4)
-    one = World(sizes_of(groups, pages=11, slots=3), config(step_tokens=100, max_running=3))
+    one = World(sizes_of(groups, pages=11, slots=3), config_of(step_tokens=100, max_running=3))
     one.keep_plans = True
     for name, length in (("a", 60), ("b", 3), ("c", 7)):
         one.add(request(name, [length] * length, 4))
@@ -149,7 +124,9 @@ def test_pages_that_come_back_with_a_result_are_waited_for(late: bool) -> None:
     """A long chunk holds window pages until its result is in; nobody is preempted for that."""
     groups = form_groups((window_of(0, 16),), page_tokens=4)
     sizes = sizes_of(groups, pages=15, slots=2)
-    one = World(sizes, config(step_tokens=100, max_running=2, mixed_prefill_tokens=100), late=late)
+    one = World(
+        sizes, config_of(step_tokens=100, max_running=2, mixed_prefill_tokens=100), late=late
+    )
     one.add(request("prompt", [1] * 90, 5))
     one.add(request("other", [2] * 9, 20))
     one.run()
@@ -159,7 +136,7 @@ def test_pages_that_come_back_with_a_result_are_waited_for(late: bool) -> None:
 
 @pytest.mark.parametrize("shape", ["dense", "swa", "state", "v4"])
 def test_the_next_turn_of_a_conversation_hits_the_answer_too(shape: str) -> None:
-    one = world(shape)
+    one = world_of(shape)
     one.add(request("turn", [1] * 20, 30))
     one.run()
     one.add(request("next", [1] * 20 + one.answers["turn"].tokens + [3, 4], 5))
@@ -170,7 +147,7 @@ def test_the_next_turn_of_a_conversation_hits_the_answer_too(shape: str) -> None
 
 def test_admission_promises_no_page_twice() -> None:
     """Two prompts that fit one after the other do not run together only to preempt each other."""
-    one = world(pages=21, max_context=150, step_tokens=16)
+    one = world_of(pages=21, max_context=150, step_tokens=16)
     one.add(request("a", [1] * 100, 10))
     one.step()
     one.add(request("b", [2] * 100, 10))
@@ -181,7 +158,7 @@ def test_admission_promises_no_page_twice() -> None:
 
 
 def test_a_seeded_stream_survives_preemption() -> None:
-    one = world(pages=9, step_tokens=64, mixed_prefill_tokens=64)
+    one = world_of(pages=9, step_tokens=64, mixed_prefill_tokens=64)
     for i in range(3):
         one.add(request(f"r{i}", [i] * 15, 30, seed=i))
     one.run()
@@ -194,7 +171,7 @@ def test_a_seeded_stream_survives_preemption() -> None:
 def test_steps_are_the_same_in_every_run() -> None:
     def plans() -> list[StepPlan]:
         draw = random.Random(5)
-        one = world("v4", pages=14, domains=2)
+        one = world_of("v4", pages=14, domains=2)
         for i in range(12):
             one.add(request(f"r{i}", [draw.randrange(VOCAB) for _ in range(20)], 9, priority=i % 3))
             one.step()
@@ -208,7 +185,7 @@ def test_steps_are_the_same_in_every_run() -> None:
 
 
 def test_chunks_mix_with_decodes_under_the_bound() -> None:
-    one = world()
+    one = world_of()
     one.add(request("short", [1, 2], 20))
     one.step()
     one.add(request("long", list(range(40)), 2))
@@ -223,7 +200,7 @@ def test_chunks_mix_with_decodes_under_the_bound() -> None:
 
 
 def test_split_phases_get_a_segment_and_a_layout_each() -> None:
-    one = world(split_phases=True, layouts={Phase.CHUNK: "prefill", Phase.DECODE: "decode"})
+    one = world_of(split_phases=True, layouts={Phase.CHUNK: "prefill", Phase.DECODE: "decode"})
     one.add(request("short", [1, 2], 20))
     one.step()
     one.add(request("long", list(range(40)), 2))
@@ -235,7 +212,7 @@ def test_split_phases_get_a_segment_and_a_layout_each() -> None:
 
 
 def test_idle_domains_compute_dummy_tokens() -> None:
-    one = world(domains=3)
+    one = world_of(domains=3)
     one.add(request("only", [1, 2, 3], 4))
     one.run()
     for plan in one.plans:
@@ -245,7 +222,7 @@ def test_idle_domains_compute_dummy_tokens() -> None:
 
 
 def test_buckets_pad_every_rank() -> None:
-    one = world(domains=2, buckets={Phase.DECODE: (2, 4)})
+    one = world_of(domains=2, buckets={Phase.DECODE: (2, 4)})
     for i in range(3):
         one.add(request(f"r{i}", [i], 3))
     one.run()
@@ -256,7 +233,7 @@ def test_buckets_pad_every_rank() -> None:
 
 
 def test_requests_spread_over_domains_and_follow_their_prefix() -> None:
-    one = world(domains=2)
+    one = world_of(domains=2)
     stem = list(range(40))
     for name in "ab":
         one.add(request(name, [*stem, ord(name)] if name == "a" else [9] * 41, 2))
@@ -273,7 +250,7 @@ def test_requests_spread_over_domains_and_follow_their_prefix() -> None:
 
 
 def test_late_results_use_placeholders_and_discard_after_the_end() -> None:
-    one = world(late=True)
+    one = world_of(late=True)
     item = request("r", [1, 2, 3], 12)
     one.add(item)
     want = one.reference("r")
@@ -289,14 +266,14 @@ def test_late_results_use_placeholders_and_discard_after_the_end() -> None:
 
 
 def test_a_length_limit_wastes_no_step_when_results_are_late() -> None:
-    one = world(late=True)
+    one = world_of(late=True)
     one.add(request("r", [1, 2, 3], 5))
     one.run()
     assert sum(run.samples for p in one.plans for run in p.segments[0].ranks[0].runs) == 5
 
 
 def test_a_third_plan_without_a_result_is_a_bug() -> None:
-    one = world()
+    one = world_of()
     one.add(request("r", [1], 9))
     assert one.scheduler.schedule() and one.scheduler.schedule()
     with pytest.raises(InternalError, match="third time"):
@@ -304,7 +281,7 @@ def test_a_third_plan_without_a_result_is_a_bug() -> None:
 
 
 def test_results_must_answer_the_plan() -> None:
-    one = world()
+    one = world_of()
     one.add(request("r", [1], 9))
     plan = one.scheduler.schedule()
     assert plan is not None
@@ -312,7 +289,7 @@ def test_results_must_answer_the_plan() -> None:
         one.scheduler.commit(StepResult(plan.step + 1, ()))
     with pytest.raises(InternalError, match="1 runs planned, 0 answered"):
         one.scheduler.commit(StepResult(plan.step, ()))
-    other = world()
+    other = world_of()
     other.add(request("r", [1], 9))
     plan = other.scheduler.schedule()
     assert plan is not None
@@ -325,7 +302,7 @@ def test_results_must_answer_the_plan() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_cancel_frees_pages_at_once(late: bool) -> None:
-    one = world("v4", late=late)
+    one = world_of("v4", late=late)
     for i in range(6):
         one.add(request(f"r{i}", [i] * 20, 30))
     for _ in range(4):
@@ -343,7 +320,7 @@ def test_cancel_frees_pages_at_once(late: bool) -> None:
 
 
 def test_cancel_may_report_a_stop_string() -> None:
-    one = world()
+    one = world_of()
     one.add(request("r", [1], 30))
     one.step()
     output = one.scheduler.cancel("r", FinishReason.STOP)
@@ -354,7 +331,7 @@ def test_cancel_may_report_a_stop_string() -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_a_fault_ends_one_request_and_poisons_nothing(late: bool) -> None:
     """The faulty step wrote nothing; neither its pages nor a state saved after it may be hit."""
-    one = world("hybrid", late=late, step_tokens=16, mixed_prefill_tokens=16)
+    one = world_of("hybrid", late=late, step_tokens=16, mixed_prefill_tokens=16)
     prompt = list(range(40))
     one.add(request("bad", prompt, 9))
     one.device.faults[(1, "bad")] = "NaN in logits"
@@ -369,7 +346,7 @@ def test_a_fault_ends_one_request_and_poisons_nothing(late: bool) -> None:
 
 
 def test_min_tokens_ignore_eos_and_stop_ids() -> None:
-    one = world()
+    one = world_of()
     one.add(request("free", [5, 6], 20))
     want = one.reference("free")
     second = want[2]
@@ -386,7 +363,7 @@ def test_min_tokens_ignore_eos_and_stop_ids() -> None:
 
 
 def test_prompt_only_and_prompt_rows() -> None:
-    one = world("v4", step_tokens=12, mixed_prefill_tokens=12)
+    one = world_of("v4", step_tokens=12, mixed_prefill_tokens=12)
     prompt = list(range(30))
     one.add(request("warm", prompt, 3))
     one.run()
@@ -402,100 +379,11 @@ def test_prompt_only_and_prompt_rows() -> None:
     assert fresh.answers["rows"].rows == rows.rows
 
 
-# -- drafts ----------------------------------------------------------------------------------------
-
-
-class Fixed:
-    """Proposes the true continuation with every `wrong`-th token off."""
-
-    def __init__(self, wrong: int) -> None:
-        self.wrong, self.world, self.asked = wrong, None, 0
-
-    def propose(self, item: object, tokens: list[int], limit: int) -> list[int]:
-        answer = self.world.reference(item.request_id)  # type: ignore[attr-defined]
-        at = len(tokens) - len(item.prompt)  # type: ignore[attr-defined]
-        found = []
-        for token in answer[at : at + limit]:
-            self.asked += 1
-            found.append(
-                (token + 1) % VOCAB if self.wrong and self.asked % self.wrong == 0 else token
-            )
-        return found
-
-
-@pytest.mark.parametrize("wrong", [0, 1, 3])
-@pytest.mark.parametrize("shape", list(SHAPES))
-def test_drafts_shorten_the_way_but_not_the_answer(shape: str, wrong: int) -> None:
-    drafts = Fixed(wrong)
-    one = world(shape, max_drafts=4, drafts=drafts)
-    drafts.world = one  # type: ignore[assignment]
-    for i in range(3):
-        one.add(request(f"r{i}", [i, 1, 2], 25))
-    one.run()
-    one.check()
-    counters = one.scheduler.counters
-    verified = [s for p in one.plans for s in p.segments if s.phase is Phase.VERIFY]
-    assert verified and all(segment.drafts <= 4 for segment in verified)
-    assert (counters.accepted_drafts == counters.drafted_tokens) is (wrong == 0)
-    assert wrong != 1 or counters.accepted_drafts == 0
-    if wrong == 0:
-        assert len(one.plans) <= 3 + 25 / 4 + 2
-
-
-@pytest.mark.parametrize(("step_tokens", "most"), [(9, 8), (40, 8), (400, 8)])
-def test_drafts_stay_inside_budget_and_ring(step_tokens: int, most: int) -> None:
-    """A cursor ring that remembers 8 tokens allows 8 drafts, whatever else allows 20."""
-    drafts = Fixed(0)
-    one = world("v4", max_drafts=20, drafts=drafts, step_tokens=step_tokens, pages=200)
-    drafts.world = one  # type: ignore[assignment]
-    for i in range(3):
-        one.add(request(f"r{i}", [i, 1, 2], 60))
-    one.run()
-    one.check()
-    assert all(plan.tokens <= step_tokens for plan in one.plans)
-    runs = [run for plan in one.plans for r in plan.segments[0].ranks for run in r.runs]
-    assert max(run.drafts for run in runs) <= most
-
-
-# -- sharing the budget ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("priorities", "due", "budget", "given"),
-    [
-        ([0], [100], 40, [40]),
-        ([0, 0], [100, 100], 40, [20, 20]),
-        ([0, 0, 0], [100, 50, 5], 40, [20, 15, 5]),
-        ([0, 0], [100, 5], 40, [35, 5]),
-        ([0, 0], [5, 100], 40, [5, 35]),
-        ([0, 1], [100, 100], 40, [40, 0]),
-        ([0, 1, 1], [10, 100, 5], 40, [10, 25, 5]),
-        ([0, 0], [9, 9], 1, [1, 0]),
-        ([0, 0], [9, 9], 0, [0, 0]),
-        ([], [], 9, []),
-    ],
-)
-def test_share(priorities: list[int], due: list[int], budget: int, given: list[int]) -> None:
-    assert share(priorities, due, budget) == given
-
-
-def test_share_spends_what_is_due() -> None:
-    draw = random.Random("share")
-    for _ in range(2000):
-        count = draw.randrange(1, 7)
-        priorities = sorted(draw.randrange(3) for _ in range(count))
-        due = [draw.randrange(1, 50) for _ in range(count)]
-        budget = draw.randrange(0, 120)
-        given = share(priorities, due, budget)
-        assert sum(given) == min(budget, sum(due))
-        assert all(0 <= x <= y for x, y in zip(given, due, strict=True))
-
-
 # -- readings --------------------------------------------------------------------------------------
 
 
 def test_stats_count() -> None:
-    one = world(slots=2)
+    one = world_of(slots=2)
     for i in range(4):
         one.add(request(f"r{i}", [7] * 20 + [i], 5))
     one.step()
@@ -514,7 +402,7 @@ def test_stats_count() -> None:
 def test_null_device_refuses_impossible_plans() -> None:
     device = NullDevice()
     device.start(sizes_of(groups_of("dense", 8), pages=4, slots=1))
-    one = world(slots=1)
+    one = world_of(slots=1)
     one.add(request("r", [1, 2], 3))
     plan = one.scheduler.schedule()
     assert plan is not None
