@@ -169,6 +169,9 @@ def _decode_rows(
     log: Callable[[str], None],
 ) -> list[dict[str, object]]:
     rates: dict[str, list[float]] = {name: [] for name, _ in sides}
+    last = options.prompt_tokens + options.output_tokens
+    title = f"decode, batch {batch}, context {options.prompt_tokens}-{last}"
+    log(f"measuring {title}")
     for turn in range(options.repeats + 1):
         for name, side in sides:
             vocab = sides[0][1].vocab
@@ -176,17 +179,15 @@ def _decode_rows(
             _, decode_s = side.generate(prompts, options.output_tokens)
             if turn:  # the first turn warms both up
                 rates[name].append(batch * (options.output_tokens - 1) / decode_s)
-    last = options.prompt_tokens + options.output_tokens
-    return [
-        _row(f"decode, batch {batch}, context {options.prompt_tokens}-{last}", name, values, log)
-        for name, values in rates.items()
-    ]
+    return [_row(title, name, values) for name, values in rates.items()]
 
 
 def _prefill_rows(
     sides: Sequence[tuple[str, Any]], options: OfflineOptions, log: Callable[[str], None]
 ) -> list[dict[str, object]]:
     rates: dict[str, list[float]] = {name: [] for name, _ in sides}
+    title = f"prefill, {options.prefill_tokens} tokens"
+    log(f"measuring {title}")
     for turn in range(options.repeats + 1):
         for name, side in sides:
             vocab = sides[0][1].vocab
@@ -194,16 +195,12 @@ def _prefill_rows(
             seconds, _ = side.generate(prompts, 1)
             if turn:
                 rates[name].append(options.prefill_tokens / seconds)
-    title = f"prefill, {options.prefill_tokens} tokens"
-    return [_row(title, name, values, log) for name, values in rates.items()]
+    return [_row(title, name, values) for name, values in rates.items()]
 
 
-def _row(
-    title: str, engine: str, values: Sequence[float], log: Callable[[str], None]
-) -> dict[str, object]:
+def _row(title: str, engine: str, values: Sequence[float]) -> dict[str, object]:
     median = statistics.median(values)
     spread = statistics.median(abs(value - median) for value in values)
-    log(f"{title:40s} {engine:14s} {median:8.1f} tok/s  (mad {spread:.1f}, n {len(values)})")
     return {
         "row": title,
         "engine": engine,

@@ -67,7 +67,7 @@ class _Defaults:
     page_tokens: int
 
 
-_DEFAULTS = {CPU: _Defaults("float32", 32, 512, 128, 32)}
+_DEFAULTS = {CPU: _Defaults("float32", 32, 1024, 128, 32)}
 _ACCELERATOR = _Defaults("bfloat16", 64, 4096, 512, 64)
 
 

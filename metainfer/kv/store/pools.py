@@ -5,10 +5,12 @@ Layout ``kv-pages@1``: per layer K and V, each [P, G, Hkv, D], entries of one pa
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from metainfer.core.errors import InternalError
@@ -81,8 +83,16 @@ class KVStore:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on the host the system's own zero pages, so that unused cache costs no memory."""
+    """Zeros; on the host as untouched memory, so that unused cache costs nothing.
+
+    Huge pages where the system grants them: first use of a small page costs about 10 µs, which is
+    150 ms for a prompt of 1,000 tokens of a 135M model.
+    """
     if device.type != "cpu":
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
-    size = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(tuple(shape))
+    count = math.prod(shape)
+    memory = mmap.mmap(-1, max(count * dtype.itemsize, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # the kernel was built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
