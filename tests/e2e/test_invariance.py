@@ -59,7 +59,8 @@ def random_engine(rng: random.Random, checkpoint: Path) -> Engine:
     """Page, chunk, batch and pool sizes drawn; the pool is often too small for all at once."""
     page = rng.choice((4, 8, 16))
     running = rng.randrange(3, 7)
-    pools = (19, 22, 400)
+    # In units of 8 tokens. A model of windows alone needs few pages, whatever the length.
+    pools = (8, 10, 400) if "mistral" in checkpoint.name else (19, 22, 400)
     bytes_per_token = 3 * 2 * 2 * 8 * 8  # layers, K and V, KV heads, head width, float64
     return start(
         checkpoint,
@@ -91,7 +92,8 @@ def test_schedules_change_no_token(checkpoint: Path, rng: random.Random) -> None
         preemptions += engine.stats().preemptions
     # The schedules must have exercised what they are about.
     assert hits > 10
-    assert preemptions > 3
+    if "mistral" not in checkpoint.name:  # windows do not grow: what was admitted always fits
+        assert preemptions > 3
 
 
 def test_cancelled_neighbours_change_no_token(checkpoint: Path, rng: random.Random) -> None:

@@ -166,7 +166,7 @@ def test_kill_of_the_server_ends_the_engine() -> None:
         family = psutil.Process(server.process.pid).children(recursive=True)
         assert family
         server.process.kill()
-        gone, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive, [child.cmdline() for child in alive]
 
 
