@@ -110,6 +110,19 @@ class Engine:
     def _note(self, detail: str) -> None:
         self._on_progress(Progress(self._phase_name, None, detail))
 
+    def _percentage(self) -> Callable[[int, int], None]:
+        """A loading callback that notes each further tenth once."""
+        noted = 0
+
+        def report(done: int, total: int) -> None:
+            nonlocal noted
+            tenth = 10 * done // max(total, 1)
+            if noted < tenth < 10:
+                noted = tenth
+                self._note(f"{10 * tenth} %")
+
+        return report
+
     def _make_scheduler(self, resolved: Resolved, model: OpenedModel) -> Scheduler:
         plan = resolved.plan
         limits = plan.limits
