@@ -19,8 +19,8 @@ from metainfer.core.step import RequestOutput
 class EngineInfo(msgspec.Struct, frozen=True):
     """What the server must know to validate and tokenise, sent once with `Ready`.
 
-    `plan` is the JSON of the resolved plan (the body of ``/plan``); `model` the reference, from which
-    the server opens the tokenizer.
+    `plan` is the JSON of the resolved plan (the body of ``/plan``); `model` the reference, from
+    which the server opens the tokenizer.
     """
 
     model: str
