@@ -91,5 +91,7 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     own = get("METAINFER_CACHE", env)
     if own:
         return Path(own).expanduser()
-    base = env.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "metainfer"
+    base = env.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a relative value.
+    root = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
+    return root / "metainfer"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from metainfer.core.env import cache_dir
 from metainfer.core.errors import ModelError
 
 FETCH_TIMEOUT_S = 1800
@@ -57,12 +58,8 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
 
 
 def cache_root(env: Mapping[str, str] | None = None) -> Path:
-    """``$XDG_CACHE_HOME/metainfer/models``, by default under ``~/.cache``."""
-    env = os.environ if env is None else env
-    base = env.get("XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore a relative value.
-    root = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"))
-    return root / "metainfer" / "models"
+    """``models`` in the cache folder of `core.env.cache_dir`."""
+    return cache_dir(env) / "models"
 
 
 def cached_file(entry: CatalogueEntry, *, env: Mapping[str, str] | None = None) -> Path:
@@ -109,7 +106,7 @@ def ensure(
     except OSError as error:
         raise ModelError(
             f"Cannot store model {entry.name} in {target.parent}: {error.strerror or error}.",
-            f"Free {entry.size >> 20} MiB there or point XDG_CACHE_HOME elsewhere.",
+            f"Free {entry.size >> 20} MiB there or point METAINFER_CACHE elsewhere.",
             code="cache_unwritable",
         ) from error
     return target

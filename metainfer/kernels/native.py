@@ -1,7 +1,7 @@
 """Compile one C file of this package and load it, once per machine.
 
-The shared library lands in ``$XDG_CACHE_HOME/metainfer/native`` (``~/.cache`` by default) under a
-name hashed from everything that can change its code: the source with the headers it includes, the
+The shared library lands in ``native`` of the cache folder (`core.env.cache_dir`) under a name
+hashed from everything that can change its code: the source with the headers it includes, the
 compiler's version, the flags and this CPU's features. Two processes may build at once: each
 writes its own temporary file and renames it into place.
 
@@ -25,6 +25,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from metainfer.core.env import cache_dir
 from metainfer.core.errors import UserError
 from metainfer.core.verdict import ACCEPT, Verdict, reject
 
@@ -162,9 +163,7 @@ def probe_compiler() -> Verdict:
 
 def cache_folder() -> Path:
     """Where built libraries are kept."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
-    return root / "metainfer" / "native"
+    return cache_dir() / "native"
 
 
 def _sources(source: Path) -> list[Path]:

@@ -86,6 +86,7 @@ class TestEnv:
     def test_cache_dir(self) -> None:
         assert env.cache_dir({"METAINFER_CACHE": "/a"}) == Path("/a")
         assert env.cache_dir({"XDG_CACHE_HOME": "/b"}) == Path("/b/metainfer")
+        assert env.cache_dir({"XDG_CACHE_HOME": "relative"}) == env.cache_dir({})
 
 
 class TestLedger:

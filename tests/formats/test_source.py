@@ -187,3 +187,5 @@ def test_the_cache_follows_xdg() -> None:
         f"/c/metainfer/models/smollm2-135m/{entry.sha256[:12]}/SmolLM2-135M-Instruct.Q4_1.gguf"
     )
     assert catalogue.cache_root({"XDG_CACHE_HOME": "relative"}) == catalogue.cache_root({})
+    own = {"METAINFER_CACHE": "/m", "XDG_CACHE_HOME": "/c"}
+    assert catalogue.cache_root(own) == Path("/m/models")

@@ -23,7 +23,7 @@ ANSWER = '#include "value.h"\nint answer(void) { return VALUE; }\n'
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("METAINFER_CACHE", str(tmp_path / "cache"))
     native._load.cache_clear()
     yield
     native._load.cache_clear()
