@@ -1,7 +1,8 @@
 """One process, one device: the executor behind `generate`, the CPU server and a single GPU.
 
-`start` loads weights, makes the caches and warms every bucket; `execute` advances by one step plan.
-Nothing is compiled or chosen after `start`: the step looks functions up in the plan's table.
+It is given weights and caches; `warm` runs every phase and captures the graphs, `execute` advances
+by one step plan. Nothing is compiled or chosen after `warm`: the step looks functions up in the
+plan's table.
 """
 
 from __future__ import annotations
