@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from metainfer.core.digest import canonical_json
-from metainfer.core.errors import InternalError, RequestError, UserError
+from metainfer.core.errors import InternalError, RequestError, UserError, with_reasons
 from metainfer.core.intent import Intent
 from metainfer.core.request import Request
 from metainfer.core.step import RequestOutput
@@ -63,6 +63,10 @@ class EngineRefusedError(UserError):
         super().__init__(failed.cause, failed.remedy, code=failed.code)
         self.exit_code = failed.exit_code
         self._body = failed.body
+
+    def __str__(self) -> str:
+        reasons = [str(reason["message"]) for reason in self._body.get("reasons", ())]
+        return with_reasons(self.cause, reasons, self.remedy)
 
     def to_json(self) -> dict[str, object]:
         return dict(self._body) if self._body else super().to_json()

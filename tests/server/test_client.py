@@ -19,6 +19,7 @@ from metainfer.core.errors import RefusedError, RequestError, UserError
 from metainfer.core.intent import Intent
 from metainfer.core.request import FinishReason, Request, SamplingParams
 from metainfer.core.step import RequestOutput
+from metainfer.core.verdict import Reason
 from metainfer.engine.client import InprocClient, ProcessClient
 from metainfer.engine.protocol import EngineClient, EngineInfo, EngineStats, Progress
 
@@ -274,10 +275,12 @@ def test_stopping_while_it_starts() -> None:
 
 def test_thread_engine_faults() -> None:
     async def go() -> None:
-        refusing = InprocClient(lambda p: ThreadEngine(RefusedError("No.", "Ask less."), True))
+        refusal = RefusedError("No.", "Ask less.", reasons=(Reason("a", "one"), Reason("b", "two")))
+        refusing = InprocClient(lambda p: ThreadEngine(refusal, True))
         with pytest.raises(UserError) as caught:
             await refusing.start()
-        assert str(caught.value) == "No. Ask less."
+        assert str(caught.value) == str(refusal) == "No. Reasons: one; two. Ask less."
+        assert caught.value.to_json() == refusal.to_json()
         broken = InprocClient(lambda p: ThreadEngine(ValueError("boom")))
         await broken.start()
         with pytest.raises(RequestError) as died:
