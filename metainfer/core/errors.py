@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from metainfer.core.verdict import Reason
 
 
-def with_reasons(cause: str, reasons: Sequence[str], remedy: str) -> str:
-    """One line: the cause, every reason, the remedy."""
-    listed = "; ".join(reasons)
-    return " ".join(
-        part for part in (cause, f"Reasons: {listed}." if listed else "", remedy) if part
-    )
-
-
 class MetaInferError(Exception):
     """Base of every error raised on purpose.
 
@@ -86,7 +78,9 @@ class RefusedError(UserError):
         self.reasons = tuple(reasons)
 
     def __str__(self) -> str:
-        return with_reasons(self.cause, [reason.message for reason in self.reasons], self.remedy)
+        listed = "; ".join(reason.message for reason in self.reasons)
+        parts = [self.cause, f"Reasons: {listed}." if listed else "", self.remedy]
+        return " ".join(part for part in parts if part)
 
     def to_json(self) -> dict[str, object]:
         body = super().to_json()

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from metainfer.core.digest import canonical_json
-from metainfer.core.errors import InternalError, RequestError, UserError, with_reasons
+from metainfer.core.errors import InternalError, RefusedError, RequestError, UserError
 from metainfer.core.intent import Intent
 from metainfer.core.request import Request
 from metainfer.core.step import RequestOutput
+from metainfer.core.verdict import Reason
 from metainfer.engine.protocol import (
     Cancel,
     EngineInfo,
@@ -54,19 +55,18 @@ _TERM_S = 2.0
 _MESSAGES_PER_TURN = 64
 
 
-class EngineRefusedError(UserError):
-    """The engine could not start; cause, remedy and JSON body are the engine's own."""
+class EngineRefusedError(RefusedError):
+    """The engine could not start; cause, reasons, remedy and JSON body are the engine's own."""
 
     default_code = "engine_refused"
 
     def __init__(self, failed: Failed) -> None:
-        super().__init__(failed.cause, failed.remedy, code=failed.code)
+        reasons = [
+            Reason(reason["code"], reason["message"]) for reason in failed.body.get("reasons", ())
+        ]
+        super().__init__(failed.cause, failed.remedy, reasons=reasons, code=failed.code)
         self.exit_code = failed.exit_code
         self._body = failed.body
-
-    def __str__(self) -> str:
-        reasons = [str(reason["message"]) for reason in self._body.get("reasons", ())]
-        return with_reasons(self.cause, reasons, self.remedy)
 
     def to_json(self) -> dict[str, object]:
         return dict(self._body) if self._body else super().to_json()
