@@ -3,11 +3,15 @@
 A stop string counts at the moment its last character arrives; of several that end there the one
 that began first wins. So the outcome does not depend on how the text was cut into pushes. Held
 back is exactly the longest suffix that can still become a stop string.
+
+Every stop string is an automaton (Knuth, Morris, Pratt): constant work per character, and a few
+bytes per stream, because a request may ask for many streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from metainfer.core.errors import RequestError
 
@@ -35,8 +39,8 @@ class StopMatcher:
             if len(stop) > max_chars:
                 raise _refused(f"a stop string has {len(stop)} characters (limit {max_chars})")
         self._stops = tuple(dict.fromkeys(stops))
-        self._prefixes = frozenset(stop[:n] for stop in self._stops for n in range(1, len(stop)))
-        self._longest = max(map(len, self._stops), default=0)
+        self._borders = tuple(map(_borders, self._stops))
+        self._at = [0] * len(self._stops)  # characters of each stop that the text ends with
         self._include = include_stop
         self._held = ""
         self.matched: str | None = None
@@ -45,13 +49,15 @@ class StopMatcher:
         """(text to emit, whether the stream has stopped); after a stop nothing is emitted."""
         if self.matched is not None:
             return "", True
+        begin = len(self._held)
         text = self._held + text
-        found = self._first(text)
-        if found is not None:
-            start, stop = found
-            self._held, self.matched = "", stop
-            return text[: start + len(stop) if self._include else start], True
-        cut = len(text) - self._possible(text)
+        for place in range(begin, len(text)):
+            stop = self._step(text[place])
+            if stop is not None:
+                self._held, self.matched = "", stop
+                end = place + 1
+                return text[: end if self._include else end - len(stop)], True
+        cut = len(text) - max(self._at, default=0)
         self._held = text[cut:]
         return text[:cut], False
 
@@ -60,16 +66,30 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first(self, text: str) -> tuple[int, str] | None:
-        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]), default=None)
+    def _step(self, char: str) -> str | None:
+        """Take in one character; the longest stop string that it completes."""
+        found = ""
+        for number, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            at = self._at[number]
+            while at and stop[at] != char:
+                at = borders[at - 1]
+            at += stop[at] == char
+            self._at[number] = at
+            if at == len(stop) and at > len(found):
+                found = stop
+        return found or None
 
-    def _possible(self, text: str) -> int:
-        """Length of the longest suffix that is a proper prefix of a stop string."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            if text[-length:] in self._prefixes:
-                return length
-        return 0
+
+@lru_cache(maxsize=256)
+def _borders(stop: str) -> tuple[int, ...]:
+    """For each prefix of `stop`, the length of its longest proper prefix that also ends it."""
+    found = [0] * len(stop)
+    for place in range(1, len(stop)):
+        at = found[place - 1]
+        while at and stop[at] != stop[place]:
+            at = found[at - 1]
+        found[place] = at + (stop[at] == stop[place])
+    return tuple(found)
 
 
 def _refused(what: str) -> RequestError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -88,3 +89,16 @@ def test_bounds_are_request_errors() -> None:
         with pytest.raises(RequestError) as caught:
             StopMatcher(stops)
         assert caught.value.param == "stop" and caught.value.status == 400
+
+
+def test_a_thousand_streams_with_long_stops_stay_small() -> None:
+    """64 prompts with `n` 16 and every stop string at its limit: one body of 5 KB asks for it."""
+    stops = [chr(97 + place) * MAX_STOP_CHARS for place in range(MAX_STOPS)]
+    tracemalloc.start()
+    try:
+        streams = [StopMatcher(stops) for _ in range(1024)]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(streams) == 1024
+    assert peak < 4 << 20
