@@ -62,7 +62,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         _bounded("min_p", self.min_p, 0.0, 1.0)
         _bounded("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _bounded("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _bounded("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        # Far below, a division by it overflows float32 and the request ends as if logits were bad.
+        _bounded("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         _bounded("top_k", self.top_k, 0, vocab_size)
         _bounded("max_tokens", self.max_tokens, 0, 2**31 - 1)
         _bounded("min_tokens", self.min_tokens, 0, self.max_tokens)

@@ -60,7 +60,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     min_p: Unit | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None

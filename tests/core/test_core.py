@@ -169,6 +169,8 @@ class TestSamplingParams:
             ("top_k", -1),
             ("presence_penalty", 2.1),
             ("repetition_penalty", 0.0),
+            ("repetition_penalty", 1e-45),
+            ("repetition_penalty", 0.0099),
             ("max_tokens", -1),
             ("seed", 2**63),
             ("logprobs", 21),

@@ -87,6 +87,7 @@ FIELDS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"presence_penalty": 2.5}, "invalid_value", "presence_penalty"),
     ({"frequency_penalty": -3}, "invalid_value", "frequency_penalty"),
     ({"repetition_penalty": 0}, "invalid_value", "repetition_penalty"),
+    ({"repetition_penalty": 1e-45}, "invalid_value", "repetition_penalty"),
     ({"n": 0}, "invalid_value", "n"),
     ({"n": 17}, "invalid_value", "n"),
     ({"n": 1.5}, "invalid_type", "n"),
