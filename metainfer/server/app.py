@@ -76,8 +76,7 @@ def _add_routes(app: Any, state: ServerState) -> None:
 
     async def body_of(request: Request, kind: Any) -> Any:
         raw = await read_body(request.scope, request.receive, state.config.max_body_bytes)
-        value = await off_loop(len(raw) // 16, lambda: parse_json(raw))
-        return convert(value, kind)
+        return await off_loop(len(raw) // 16, lambda: convert(parse_json(raw), kind))
 
     async def chat(request: Request) -> Any:
         arrived = perf_counter()

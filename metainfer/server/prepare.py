@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from metainfer.core.errors import RequestError
 from metainfer.core.request import Request, SamplingParams
@@ -203,12 +203,10 @@ async def _prompts(body: CompletionRequest, text: TextTools) -> list[tuple[int, 
     prompt = body.prompt
     if isinstance(prompt, str):
         return await off_loop(len(prompt), lambda: [tuple(encode(prompt))])
-    ids = [item for item in prompt if isinstance(item, int)]
-    texts = [item for item in prompt if isinstance(item, str)]
-    lists = [item for item in prompt if isinstance(item, list)]
-    if len(ids) == len(prompt):
-        return [tuple(ids)]
-    if len(texts) < len(prompt) and len(lists) < len(prompt):
+    kinds = set(map(type, prompt))  # there may be a million items
+    if kinds == {int}:
+        return [tuple(cast("list[int]", prompt))]
+    if len(kinds) > 1:
         raise RequestError(
             "prompt mixes texts, token ids and lists.",
             "Send one text, a list of texts, token ids, or a list of lists of token ids.",
@@ -221,8 +219,9 @@ async def _prompts(body: CompletionRequest, text: TextTools) -> list[tuple[int, 
             "Send fewer.",
             param="prompt",
         )
-    if lists:
-        return [tuple(item) for item in lists]
+    if kinds == {list}:
+        return [tuple(item) for item in cast("list[list[int]]", prompt)]
+    texts = cast("list[str]", prompt)
     return await off_loop(sum(map(len, texts)), lambda: [tuple(encode(item)) for item in texts])
 
 

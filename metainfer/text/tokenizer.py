@@ -23,6 +23,7 @@ from metainfer.text.pretokenizers import pretokenizer
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 _ROLES = ("bos", "eos", "pad", "unk")
+_SHORT_CHARS = 4096
 
 
 class Tokenizer:
@@ -150,11 +151,18 @@ class Tokenizer:
 
         `add_special` adds BOS/EOS as the model's files say; a rendered chat template already
         holds them, so pass False for it. `parse_special=False` reads spelled-out special tokens
-        as plain text. `RequestError` when `text` is not valid Unicode (a lone surrogate).
+        as plain text. Other threads run while a long text is read. `RequestError` when `text` is
+        not valid Unicode (a lone surrogate).
         """
         backend = self._backend if parse_special else self._literal_backend()
+        added = add_special and self._template
         try:
-            encoding = backend.encode(text, add_special_tokens=add_special and self._template)
+            if len(text) <= _SHORT_CHARS:
+                encoding = backend.encode(text, add_special_tokens=added)
+            else:
+                # `encode` keeps the interpreter locked, for seconds on a megabyte; a batch does not,
+                # but may wait for others' batches, which a short text must not.
+                (encoding,) = backend.encode_batch_fast([text], add_special_tokens=added)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(
                 "The text is not valid Unicode: it holds half of a surrogate pair.",
