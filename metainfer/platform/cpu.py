@@ -103,6 +103,7 @@ def cpu_facts(host: HostProbe, software: Mapping[str, str | None]) -> Facts:
         origins.note(f"devices.0.{name}", DERIVED, f"host.{source}")
     origins.note("devices.0.dot_types", DERIVED, "processor features")
     origins.note("devices.0.storage_types", DERIVED, "torch's CPU device")
+    origins.note("devices.0.hardware_queues", DERIVED, "calls on a processor run one after another")
     origins.note("software", PROBED, "package metadata")
     return Facts(
         platform="cpu",

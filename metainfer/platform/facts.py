@@ -43,6 +43,8 @@ class DeviceFacts:
     numa_node: int | None = None
     power_cap_w: float | None = None  # the limit in force
     power_default_w: float | None = None  # the limit the card ships with
+    power_max_w: float | None = None  # the highest limit the card accepts
+    switch: str | None = None  # name of the PCIe switch it hangs on, "" for a root port
     bar_bytes: int | None = None  # memory window seen by the bus
     ecc: bool | None = None
     uuid: str | None = None
@@ -58,6 +60,8 @@ class HostFacts:
     usable_cores: int | None = None  # after affinity and container limits
     memory_bytes: int | None = None
     numa_nodes: int | None = None
+    sockets: int | None = None
+    dma_bytes_s: float | None = None  # sum over all devices when all reach host memory at once
     read_bytes_s: float | None = None
     compiler: str | None = None  # C compiler with version
     iommu: str | None = None

@@ -14,8 +14,9 @@ VENDOR = "vendor"  # data sheet
 FIELD = "field"  # reported by others
 DERIVED = "derived"  # follows from other facts by a stated rule
 SEED = "seed"  # a labelled guess until something better replaces it
+UNKNOWN = "unknown"  # nobody who was asked knows; stands beside None only
 
-KINDS = frozenset({PROBED, MEASURED, VENDOR, FIELD, DERIVED, SEED})
+KINDS = frozenset({PROBED, MEASURED, VENDOR, FIELD, DERIVED, SEED, UNKNOWN})
 
 
 def origin(kind: str, detail: str) -> str:

@@ -143,6 +143,7 @@ def _device(
     origins = Origins()
     for name in ("name", "capability", "units", "memory_bytes", "shared_bytes_per_block", "warp"):
         origins.note(name, PROBED, "CUDA driver" if have else "NVML")
+    origins.note("vendor", PROBED, "an NVIDIA driver answers")
     for name in ("l2_bytes", "ecc", "bus_id", "uuid"):
         origins.note(name, PROBED, "CUDA driver" if have else "NVML")
     for name in ("dot_types", "storage_types", "features"):

@@ -53,6 +53,7 @@ def probe_host(root: Path = Path("/")) -> HostProbe:
         usable_cores=cores,
         memory_bytes=memory,
         numa_nodes=numa_nodes(root),
+        sockets=sockets(root),
         compiler=compiler(),
         iommu=iommu_mode(root),
         kernel=_kernel(root),
@@ -65,6 +66,7 @@ def probe_host(root: Path = Path("/")) -> HostProbe:
         ("usable_cores", how),
         ("memory_bytes", "control group limit" if limited else "/proc/meminfo"),
         ("numa_nodes", "/sys/devices/system/node"),
+        ("sockets", "/sys/devices/system/cpu"),
         ("compiler", "--version"),
         ("iommu", "/sys/kernel/iommu_groups"),
         ("kernel", "/proc/sys/kernel/osrelease"),
@@ -182,6 +184,12 @@ def physical_cores(root: Path = Path("/")) -> int | None:
     pattern = "sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"
     groups = {read_text(path) for path in root.glob(pattern)} - {None}
     return len(groups) or None
+
+
+def sockets(root: Path = Path("/")) -> int | None:
+    """Distinct processor packages."""
+    pattern = "sys/devices/system/cpu/cpu[0-9]*/topology/physical_package_id"
+    return len({read_text(path) for path in root.glob(pattern)} - {None}) or None
 
 
 def numa_nodes(root: Path = Path("/")) -> int | None:

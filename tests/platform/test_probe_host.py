@@ -33,6 +33,7 @@ def test_an_empty_machine_is_unknown_everywhere(tmp_path: Path) -> None:
     for value in (
         facts.processor,
         facts.physical_cores,
+        facts.sockets,
         facts.usable_cores,
         facts.memory_bytes,
         facts.numa_nodes,
@@ -54,7 +55,7 @@ def test_this_machine_is_known() -> None:
     assert set(found.origins) == {
         f"host.{name}"
         for name in facts.__slots__  # type: ignore[attr-defined]
-        if name != "read_bytes_s"
+        if name not in ("read_bytes_s", "dma_bytes_s")
     }
     assert all(text.startswith("probed: ") for text in found.origins.values())
 
@@ -183,6 +184,11 @@ def test_cores_and_nodes(tmp_path: Path) -> None:
     files |= {f"sys/devices/system/node/node{n}/cpulist": "0\n" for n in range(3)}
     root = machine(tmp_path, files)
     assert probe.physical_cores(root) == 2
+    for core, package in (("cpu0", "0"), ("cpu1", "1"), ("cpu2", "1")):
+        folder = root / "sys/devices/system/cpu" / core / "topology"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "physical_package_id").write_text(f"{package}\n")
+    assert probe.sockets(root) == 2
     assert probe.numa_nodes(root) == 3
 
 
