@@ -156,7 +156,7 @@ def select_op(
             order[impl.name],
         ),
     )
-    why = _why(winner, eligible, costs, policy, request)
+    why = _why(winner, eligible, costs, policy, context)
     losers = tuple(
         _loser(impl, winner, verdicts[impl.name], costs) for impl in impls if impl is not winner
     )
@@ -387,14 +387,18 @@ def _why(
     eligible: Sequence[Impl],
     costs: Mapping[str, float | None],
     policy: Policy,
-    request: OpRequest,
+    context: Context,
 ) -> str:
     if len(eligible) == 1:
         return "the only one that can run here"
-    if (winner.id, request.phase.value) in policy.measured:
+    if (winner.id, context.request.phase.value) in policy.measured:
         return "fastest by this machine's record"
+    device = context.facts.device
     if costs[winner.name] is not None:
-        return "fastest by the cost model"
+        part = "" if device.dot_flops else ", by bytes alone: the matrix rate is unknown"
+        return f"fastest by the cost model{part}"
+    if device.read_bytes_s is None:
+        return "first in declared order: the memory rate is unknown, so no cost is"
     return "first in declared order"
 
 

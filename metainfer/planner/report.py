@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from metainfer.core.digest import to_plain
+from metainfer.core.plan import Plan
 from metainfer.planner.resolve import SINGLE, Resolved
 
 
@@ -23,7 +24,23 @@ def plan_document(resolved: Resolved) -> dict[str, Any]:
                 "kv_tokens": plan.kv_tokens,
                 "prefill_tok_s": None,
                 "decode_tok_s": None,
-            }
+            },
+            *_losing_layouts(plan),
         ],
         "decisions": [decision.to_json() for decision in plan.decisions],
     }
+
+
+def _losing_layouts(plan: Plan) -> list[dict[str, Any]]:
+    decided = next(decision for decision in plan.decisions if decision.key == "layouts")
+    return [
+        {
+            "name": loser.value,
+            "feasible": False,
+            "reasons": [reason.to_json() for reason in loser.reasons],
+            "kv_tokens": None,
+            "prefill_tok_s": None,
+            "decode_tok_s": None,
+        }
+        for loser in decided.losers
+    ]

@@ -14,6 +14,7 @@ from metainfer.core.intent import GOALS, Intent
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import GroupPlan, LayoutPlan, LedgerRow, Limits, ModelPlan, OpPlan, Plan
 from metainfer.core.step import Phase
+from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import OpRequest
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import Policy, Selection, select
@@ -33,6 +34,7 @@ from metainfer.platform.facts import CPU, Facts
 
 PHASES = (Phase.CHUNK, Phase.MIXED, Phase.DECODE)
 SINGLE = "single"
+NOT_BUILT = "layouts of several ranks are not built yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,18 +181,21 @@ class _Resolver:
     def record_selection(self, selection: Selection) -> None:
         losers = tuple(Loser(refused.name, refused.reasons) for refused in selection.refused)
         pinned = bool(self.intent.layouts)
+        predicted = selection.bundle.seconds is not None
+        least, first = "with the least predicted time", "declared first: no cost is known"
         self.ledger.record(
             "bundle",
             selection.bundle.name,
-            Origin.FLAG if pinned else Origin.COST_MODEL,
-            "the feasible set of shared layouts with the least predicted time",
+            Origin.FLAG if pinned else Origin.COST_MODEL if predicted else Origin.DEFAULT,
+            f"the feasible set of shared layouts {least if predicted else first}",
             losers,
         )
         for choice in selection.bundle.choices:
             request = choice.request
             pin = request.site in self.intent.ops or request.op in self.intent.ops
             measured = "record" in choice.why
-            origin = Origin.FLAG if pin else Origin.RECORD if measured else Origin.COST_MODEL
+            ranked = Origin.DEFAULT if choice.seconds is None else Origin.COST_MODEL
+            origin = Origin.FLAG if pin else Origin.RECORD if measured else ranked
             self.ledger.record(
                 f"ops.{request.site}@{request.phase.value}",
                 choice.impl.id,
@@ -227,6 +232,27 @@ class _Resolver:
         )
         return groups, sized, transient
 
+    def threads(self, source: Origin) -> int:
+        cores = self.facts.host.usable_cores
+        if cores is None:
+            why = "the number of usable cores is unknown"
+            return self.number("threads", "threads", 1, why, Origin.DEFAULT)
+        return self.number("threads", "threads", cores, "every usable core", source)
+
+    def record_layouts(self) -> None:
+        """One device, whatever the machine has: the others are listed with what they wait for."""
+        devices = len(self.facts.devices)
+        why = "one device: every phase runs on it"
+        if devices > 1:
+            why = f"1 of {devices} devices is used: {NOT_BUILT}"
+        reason = Reason("not-built", NOT_BUILT, {"devices": devices})
+        degrees = [n for n in range(2, devices + 1) if devices % n == 0]
+        names = [f"{kind}{n}" for n in degrees for kind in ("tp", "dp")]
+        losers = tuple(Loser(name, (reason,)) for name in names)
+        self.ledger.record("layouts", SINGLE, Origin.DERIVED, why, losers)
+        for key in ("phase_layout", "kv_domains"):
+            self.ledger.record(key, SINGLE, Origin.DERIVED, why)
+
     def kv_bytes(self, held: int) -> int:
         """Device bytes that the cache may take."""
         memory = self.facts.device.memory_bytes
@@ -260,11 +286,13 @@ def resolve(
     registry: Registry,
     policy: Policy,
     machine: str = "",
+    source: Origin = Origin.PROBE,
 ) -> Resolved:
     """Decide everything.
 
     Args:
-        machine: fingerprint id of the machine that `facts` describe.
+        machine: fingerprint id, or name, of the machine that `facts` describe.
+        source: where the facts come from: read off this machine, or a machine file.
 
     Raises:
         UsageError: a malformed wish.
@@ -282,17 +310,17 @@ def resolve(
     weight_layout = registry.layout(layouts["weight"])
     weights = weight_rows(arch, weight_layout, model.scheme_of, dtype)
     groups, sized, transient = resolver.cache(dtype, limits, layouts["kv"], weights)
-    cores = facts.host.usable_cores or 1
-    threads = resolver.number("threads", "threads", cores, "every usable core", Origin.PROBE)
+    threads = resolver.threads(source)
     ledger.record(
         "prefix_cache", intent.prefix_cache, intent.origin("prefix_cache"), "reuse of prefixes"
     )
     ledger.record("model", model.reference, intent.origin("model"), "asked for")
-    ledger.record("platform", facts.platform, intent.origin("platform"), "see doctor")
-    ledger.record("device", facts.device.name, Origin.PROBE, "the platform's device")
-    ledger.record("machine", machine, Origin.PROBE, "fingerprint of devices and software")
-    for key in ("layouts", "phase_layout", "kv_domains"):
-        ledger.record(key, SINGLE, Origin.DERIVED, "one device: every phase runs on it")
+    given = intent.origin("platform") if source is Origin.PROBE else source
+    ledger.record("platform", facts.platform, given, "see doctor")
+    ledger.record("device", facts.device.name, source, "the platform's device")
+    what = "fingerprint of devices and software" if source is Origin.PROBE else "the machine file"
+    ledger.record("machine", machine, source, what)
+    resolver.record_layouts()
     plan = Plan(
         model=ModelPlan(
             reference=model.reference,
@@ -325,6 +353,14 @@ def resolve(
     )
     plan.check_origins()
     return Resolved(plan=plan, arch=arch, selection=selection, groups=groups, sizes=sized.sizes)
+
+
+def choose(
+    intent: Intent, model: ModelFacts, facts: Facts, registry: Registry, policy: Policy
+) -> Selection:
+    """The kernels alone, for a machine that cannot hold the rest. Raises as `resolve`."""
+    resolver = _Resolver(intent, model, facts)
+    return select(registry, resolver.requests(resolver.dtype(), resolver.limits()), facts, policy)
 
 
 def _group_plan(group: GroupSpec, sizes: CacheSizes) -> GroupPlan:
