@@ -14,12 +14,16 @@ Model = Annotated[str | None, Parameter(name=("--model", "-m"), help="model refe
 MachineName = Annotated[
     str | None, Parameter(name="--machine", help="machine name or FILE.toml; default: this one")
 ]
+SaveMachine = Annotated[
+    str | None, Parameter(name="--save-machine", help="also write this machine to FILE.toml")
+]
 
 
 def doctor(
     model: Model = None,
     *,
     machine: MachineName = None,
+    save_machine: SaveMachine = None,
     engine: EngineFlags = NO_FLAGS,
     as_json: Json = False,
 ) -> Result:
@@ -27,9 +31,12 @@ def doctor(
 
     Example: metainfer doctor --model smollm2-135m
     """
-    from metainfer.doctor import report
+    from metainfer.doctor import elsewhere, report
 
-    document = report.doctor(None if model is None else engine.intent(model), machine)
+    intent = None if model is None else engine.intent(model)
+    if save_machine is not None:
+        elsewhere.save(machine, save_machine, engine.platform)
+    document = report.doctor(intent, machine)
     return Result(document, report.text(document), report.exit_status(document))
 
 
@@ -44,19 +51,18 @@ def plan(
 
     Example: metainfer plan --model smollm2-135m --context 4096
     """
+    from metainfer.engine.elsewhere import describe
     from metainfer.engine.machine import open_machine
     from metainfer.planner.opening import open_model
     from metainfer.planner.report import plan_document
 
     if model is None:
         raise UsageError("No model is given.", "Pass --model MODEL.")
-    if machine is not None:
-        raise UsageError(
-            f"Machine {machine!r} is not known.",
-            "Leave --machine out: only this machine can be planned for yet.",
-            code="unknown_machine",
-        )
     intent = engine.intent(model)
+    if machine is not None:
+        there = describe(machine, intent)
+        document = plan_document(there.resolve(open_model(model), intent))
+        return Result(document, plan_text(document))
     opened, here = open_model(model), open_machine(intent.platform)
     here.recall(here.resolve(opened, intent).plan.model.dtype)
     document = plan_document(here.resolve(opened, intent))

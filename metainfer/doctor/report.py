@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from metainfer.core.digest import to_plain
-from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.errors import RefusedError
 from metainfer.core.step import Phase
+from metainfer.doctor import elsewhere
 from metainfer.doctor.checks import (
     cpu_features,
     disk,
@@ -48,20 +49,16 @@ _WORST_FIRST = list(Severity)
 
 
 def doctor(intent: Intent | None = None, machine: str | None = None) -> dict[str, object]:
-    """Examine this machine, and with an intent the kernels its model would get.
+    """Examine this machine or a described one, and with an intent the kernels its model would get.
 
     Raises:
-        UsageError: the machine is not known.
+        UsageError: the machine is not known, or its file is malformed.
         UserError: the platform or the model cannot be opened.
     """
     from metainfer.platform.discovery import select_platform
 
     if machine is not None:
-        raise UsageError(
-            f"Machine {machine!r} is not known.",
-            "Leave --machine out: only this machine can be examined yet.",
-            code="unknown_machine",
-        )
+        return elsewhere.doctor(intent, machine)
     wanted = None if intent is None or intent.platform == "auto" else intent.platform
     inputs = gather(select_platform(wanted))
     return document(inputs, None if intent is None else _selection(intent))
@@ -82,6 +79,8 @@ def _selection(intent: Intent) -> Selection | RefusedError:
 def run_checks(inputs: Inputs) -> list[Finding]:
     """Every check's findings, worst first, otherwise in the order of `CHECKS`."""
     found = [finding for check in CHECKS for finding in check(inputs)]
+    if inputs.local is None:
+        found = elsewhere.joined(found)
     return sorted(found, key=lambda finding: _WORST_FIRST.index(finding.severity))
 
 
@@ -210,8 +209,10 @@ def _parts(report: dict[str, Any]) -> Iterable[Any]:
 
     machine = report["machine"]
     shown = Table.grid(padding=(0, 2))
-    for index, device in enumerate(machine["devices"]):
-        shown.add_row(f"device {index}", _device_line(device))
+    lines = [_device_line(device) for device in machine["devices"]]
+    for line in dict.fromkeys(lines):
+        places = [str(index) for index, other in enumerate(lines) if other == line]
+        shown.add_row(f"device {', '.join(places)}", line)
     shown.add_row("host", _host_line(machine["host"]))
     present = [f"{name} {number}" for name, number in report["software"].items() if number]
     shown.add_row("software", Text(", ".join(present)))

@@ -24,7 +24,7 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
     },
     ("generate",): ENGINE | SAMPLING | {"--prompt", "--stop", "--chat", "--json"},
     ("chat",): ENGINE | SAMPLING | {"--system", "--json"},
-    ("doctor",): ENGINE | {"--model", "--machine", "--json"},
+    ("doctor",): ENGINE | {"--model", "--machine", "--save-machine", "--json"},
     ("plan",): ENGINE | {"--model", "--machine", "--json"},
     ("kernels", "list"): {"--json"},
     ("kernels", "compile"): {"--target", "--plan", "--json"},

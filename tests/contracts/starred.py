@@ -48,6 +48,7 @@ STARRED = (
     "comm.model*",
     "comm.topology*",
     "engine.client",
+    "engine.elsewhere",
     "engine.protocol",
     "engine.text_stream",
     "executor.null",

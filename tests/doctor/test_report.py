@@ -187,7 +187,7 @@ def test_unknown_is_said_in_the_text() -> None:
 
 def test_an_unknown_machine_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="8x-4090"):
-        report.doctor(machine="8x-4090")
+        report.doctor(machine="8x-4091")
 
 
 def test_doctor_examines_this_machine_without_torch() -> None:
