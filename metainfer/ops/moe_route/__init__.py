@@ -1,0 +1,1 @@
+"""Choice of experts and their weights: see README.md."""
