@@ -16,6 +16,7 @@ import torch
 
 from metainfer.core.step import Phase
 from metainfer.executor.inputs import HostInputs
+from metainfer.executor.transfer import staged, to_device
 from metainfer.models.common.inputs import GroupInputs, SegmentInputs
 
 if TYPE_CHECKING:
@@ -62,7 +63,11 @@ class DecodeGraphs:
         self._captured[bucket] = _Captured(graph, inputs, logits)
 
     def run(self, host: HostInputs) -> torch.Tensor | None:
-        """Replay the smallest bucket that holds the step; logits [T, V], or None."""
+        """Replay the smallest bucket that holds the step; None when none does.
+
+        Logits [R, V] of the rows that need them, which a chunk of one token may not.
+        They lie in the graph's memory: read them before the next replay.
+        """
         tokens = len(host.ids)
         buckets = sorted(self._captured)
         at = bisect.bisect_left(buckets, tokens)
@@ -71,7 +76,9 @@ class DecodeGraphs:
         held = self._captured[buckets[at]]
         _fill(held.inputs, host)
         held.graph.replay()
-        return held.logits[:tokens]
+        if host.every_row:
+            return held.logits[:tokens]
+        return held.logits[to_device(host.logit_rows, self._parts.device)]
 
     def _buffers(self, bucket: int) -> SegmentInputs:
         parts, device = self._parts, self._parts.device
@@ -96,18 +103,16 @@ class DecodeGraphs:
 
 def _fill(inputs: SegmentInputs, host: HostInputs) -> None:
     """Copy a step into a bucket's buffers; what is beyond it becomes padding."""
-    tokens = len(host.ids)
     _copy(inputs.ids, host.ids, 0)
     _copy(inputs.positions, host.positions, 0)
     _copy(inputs.context_lens, host.context_lens, 1)
     for buffers, table, slots in zip(inputs.groups, host.page_tables, host.slots, strict=True):
         _copy(buffers.slots, slots, -1)
-        rows = torch.from_numpy(table)
-        buffers.page_table[:tokens, : table.shape[1]].copy_(rows, non_blocking=True)
-        buffers.page_table[tokens:, :1] = 0
+        # What is right of the table stays from earlier steps: beyond each context, never read.
+        _copy(buffers.page_table[:, : table.shape[1]], table, 0)
 
 
 def _copy(target: torch.Tensor, source: npt.NDArray[Any], padding: int) -> None:
-    rows = torch.from_numpy(source)
+    rows = staged(source, target.device)
     target[: len(rows)].copy_(rows, non_blocking=True)
     target[len(rows) :] = padding

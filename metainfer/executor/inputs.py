@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import torch
 
 from metainfer.core.step import PENDING, RankTokens, TokenRun
 from metainfer.executor.slots import SlotTable
+from metainfer.executor.transfer import to_device
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.common.inputs import GroupInputs, SegmentInputs
 
@@ -21,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 class HostInputs:
     """A segment as numpy arrays; `SegmentInputs` says what each means.
 
-    `pad_to` rows: padding tokens have id 0, position 0 and slot -1, and belong to no sequence.
+    Padding tokens have id 0, position 0 and slot -1, and belong to no sequence.
     """
 
     ids: Ints
@@ -35,34 +37,36 @@ class HostInputs:
     def to(self, device: torch.device) -> SegmentInputs:
         """Copy to `device`; on CPU the arrays are shared, not copied."""
 
-        def move(array: npt.NDArray[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
+        def move(array: npt.NDArray[Any]) -> torch.Tensor:
+            return to_device(array, device)
 
         groups = tuple(
             GroupInputs(move(table), move(slots))
             for table, slots in zip(self.page_tables, self.slots, strict=True)
         )
-        every_row = len(self.logit_rows) == len(self.ids)
         return SegmentInputs(
             move(self.ids),
             move(self.positions),
             move(self.query_start),
             move(self.context_lens),
             groups,
-            None if every_row else move(self.logit_rows),
+            None if self.every_row else move(self.logit_rows),
         )
 
+    @property
+    def every_row(self) -> bool:
+        """Whether each token's row needs logits."""
+        return len(self.logit_rows) == len(self.ids)
 
-def build(
-    rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec], *, pad_to: int = 0
-) -> HostInputs:
+
+def build(rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec]) -> HostInputs:
     """Inputs of one rank's part of a segment. `PENDING` ids are the slot's latest token."""
     runs = rank.runs
     lengths = np.fromiter((len(run.tokens) for run in runs), np.int64, len(runs))
     starts = np.fromiter((run.start for run in runs), np.int64, len(runs))
     slot_of = np.fromiter((run.slot for run in runs), np.int64, len(runs))
     real = int(lengths.sum())
-    total = max(real + rank.padding, pad_to)
+    total = real + rank.padding
     query_start = np.zeros(len(runs) + 1, np.int32)
     np.cumsum(lengths, out=query_start[1:])
     positions = np.zeros(total, np.int64)

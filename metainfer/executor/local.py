@@ -17,6 +17,7 @@ import torch
 from metainfer.core.errors import InternalError
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import (
+    ALL_LAYERS,
     NewRequest,
     PageGrant,
     Phase,
@@ -75,6 +76,7 @@ class LocalExecutor:
             at_limit = min(at_limit, CPU_LIMIT_TOKENS)
         short = min(16, parts.step_tokens, parts.max_context)
         for phase, runs in (
+            (Phase.CHUNK, [(0, 1)]),  # attention tiles its queries by their number
             (Phase.CHUNK, [(0, short)]),
             (Phase.MIXED, [(0, short), (0, 1)]),
             (Phase.DECODE, [(0, 1)] * 2),
@@ -122,15 +124,15 @@ class LocalExecutor:
         parts, rank = self._parts, segment.ranks[0]
         phase_ops = parts.ops.phase(segment.phase)
         host = build(rank, self._slots, parts.groups)
-        if segment.phase is Phase.DECODE and self._graphs is not None:
+        logits = None
+        if self._graphs is not None and _captured(segment):
             logits = self._graphs.run(host)
-            if logits is not None:
-                return finish_runs(logits, rank.runs, self._slots, phase_ops)
-        inputs = host.to(parts.device)
-        hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
-        if inputs.logit_rows is not None and inputs.logit_rows.numel() == 0:
-            return [RunResult(run.slot) for run in rank.runs]
-        logits = parts.model.logits(hidden, inputs, phase_ops)
+        if logits is None:
+            inputs = host.to(parts.device)
+            hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
+            if not len(host.logit_rows):
+                return [RunResult(run.slot) for run in rank.runs]
+            logits = parts.model.logits(hidden, inputs, phase_ops)
         return finish_runs(logits, rank.runs, self._slots, phase_ops)
 
     def _warm_segment(self, phase: Phase, runs: Sequence[tuple[int, int]]) -> None:
@@ -154,3 +156,8 @@ class LocalExecutor:
         segment = Segment(phase, "warm", (RankTokens(tokens),))
         self.execute(StepPlan(0, (segment,), new, pages))
         self._slots.apply(StepPlan(0, (), released=tuple(slots)))
+
+
+def _captured(segment: Segment) -> bool:
+    """Whether a decode graph computes what this segment asks for."""
+    return segment.phase is Phase.DECODE and segment.stop_layer == ALL_LAYERS

@@ -5,19 +5,25 @@ The maths of drawing is the op `sample`; this file only lines parameters up with
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import RunResult, TokenLogprobs, TokenRun
 from metainfer.executor.slots import SlotState, SlotTable
+from metainfer.executor.transfer import to_device
 from metainfer.kernels.table import PhaseOps
 from metainfer.ops.sample.inputs import NO_LOGPROBS, SampleInputs, SampleOutput, count_tokens
 from metainfer.ops.sample.ref import best
+
+SCORED_ROWS = 128
+"""Prompt rows scored at once: each holds a few float32 copies of the vocabulary while it is."""
 
 
 @dataclass(slots=True)
@@ -50,11 +56,15 @@ def finish_runs(
                 done = len(state.tokens) - state.prompt_len + offset
                 rows.append(_Row(number, state, state.sampled + offset, done))
         at += run.logits
-    drawn = logits if len(picks) == logits.shape[0] else logits[picks]
+    drawn = logits
+    if len(picks) != logits.shape[0]:
+        drawn = logits[to_device(np.array(picks, np.int64), logits.device)]
     output = ops.sample(drawn, gather(rows, logits.device)) if rows else None
     prompt = _prompt_logprobs(logits, runs, table)
-    tokens = output.tokens.tolist() if output is not None else []
-    bad = output.bad.tolist() if output is not None else []
+    tokens, bad = [], []
+    if output is not None:
+        output = _to_host(output)
+        tokens, bad = output.tokens.tolist(), output.bad.tolist()
     results, row = [], 0
     for number, run in enumerate(runs):
         count = 1 + run.drafts if run.samples else 0
@@ -79,10 +89,10 @@ def gather(rows: Sequence[_Row], device: torch.device) -> SampleInputs:
     """The rows' parameters as tensors; a feature that no row uses stays None."""
     params = [row.state.params for row in rows]
 
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    def column(values: Sequence[float], dtype: type[np.generic] = np.float32) -> Tensor:
+        return to_device(np.array(values, dtype), device)
 
-    def feature(name: str, off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    def feature(name: str, off: float, dtype: type[np.generic] = np.float32) -> Tensor | None:
         values = [getattr(p, name) for p in params]
         return None if all(value == off for value in values) else column(values, dtype)
 
@@ -100,11 +110,11 @@ def gather(rows: Sequence[_Row], device: torch.device) -> SampleInputs:
         return SampleInputs(greedy=True, **common)
     return SampleInputs(
         temperature=column([p.temperature for p in params]),
-        top_k=feature("top_k", 0, torch.int64),
+        top_k=feature("top_k", 0, np.int64),
         top_p=feature("top_p", 1.0),
         min_p=feature("min_p", 0.0),
-        seed=column([p.seed or 0 for p in params], torch.int64),
-        index=column([row.index for row in rows], torch.int64),
+        seed=column([p.seed or 0 for p in params], np.int64),
+        index=column([row.index for row in rows], np.int64),
         **common,
     )
 
@@ -119,15 +129,15 @@ def _edits(rows: Sequence[_Row], device: torch.device) -> dict[str, Tensor | Non
         for token in (*row.state.eos_token_ids, *row.state.params.stop_token_ids)
     ]
 
-    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    def column(values: Sequence[float], dtype: type[np.generic] = np.int64) -> Tensor | None:
+        return to_device(np.array(values, dtype), device) if values else None
 
     return {
-        "bias_rows": column([b[0] for b in bias], torch.int64) if bias else None,
-        "bias_tokens": column([b[1] for b in bias], torch.int64) if bias else None,
-        "bias_values": column([b[2] for b in bias], torch.float32) if bias else None,
-        "ban_rows": column([b[0] for b in bans], torch.int64) if bans else None,
-        "ban_tokens": column([b[1] for b in bans], torch.int64) if bans else None,
+        "bias_rows": column([b[0] for b in bias]),
+        "bias_tokens": column([b[1] for b in bias]),
+        "bias_values": column([b[2] for b in bias], np.float32),
+        "ban_rows": column([b[0] for b in bans]),
+        "ban_tokens": column([b[1] for b in bans]),
     }
 
 
@@ -139,6 +149,20 @@ def _histories(rows: Sequence[_Row], device: torch.device) -> dict[str, Tensor]:
         "output_counts": count_tokens(generated, vocab, device),
         "prompt_seen": count_tokens(prompts, vocab, device) > 0,
     }
+
+
+def _to_host(output: SampleOutput) -> SampleOutput:
+    """`output` on the host. Tokens and faults, all that most steps have, travel together."""
+    if output.tokens.device.type == "cpu":
+        return output
+    tokens, bad = torch.stack((output.tokens, output.bad.long())).cpu()
+    rest = {
+        field.name: value.cpu()
+        for field in dataclasses.fields(output)
+        if field.name not in ("tokens", "bad")
+        and (value := getattr(output, field.name)) is not None
+    }
+    return SampleOutput(tokens=tokens, bad=bad.bool(), **rest)
 
 
 def _accepted(run: TokenRun, tokens: list[int]) -> list[int]:
@@ -182,7 +206,12 @@ def _prompt_logprobs(
         if wanted is None or not targets:
             found.append(())
         else:
-            found.append(_scores(logits[at : at + len(targets)], targets, wanted))
+            scores: list[TokenLogprobs] = []
+            for begin in range(0, len(targets), SCORED_ROWS):
+                some = targets[begin : begin + SCORED_ROWS]
+                low = at + begin
+                scores += _scores(logits[low : low + len(some)], some, wanted)
+            found.append(tuple(scores))
         at += run.logits
     return found
 
@@ -190,7 +219,8 @@ def _prompt_logprobs(
 def _scores(rows: Tensor, targets: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
     raw = rows if rows.dtype == torch.float64 else rows.float()
     norm = raw.logsumexp(dim=-1)
-    chosen = raw.gather(1, torch.tensor(targets, device=raw.device).unsqueeze(1)).squeeze(1)
+    wanted = to_device(np.array(targets, np.int64), raw.device).unsqueeze(1)
+    chosen = raw.gather(1, wanted).squeeze(1)
     ranks = ((raw > chosen.unsqueeze(1)).sum(dim=-1) + 1).tolist()
     ids, values = best(raw, count)
     tops = (values - norm.unsqueeze(1)).tolist()

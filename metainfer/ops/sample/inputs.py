@@ -87,8 +87,10 @@ class SampleOutput:
 def count_tokens(rows: list[list[int]], vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """int32 [R, V]: how often each id occurs in each row; the source of the count tensors."""
     counts = torch.zeros(len(rows), vocab, dtype=torch.int32, device=device)
-    for row, tokens in enumerate(rows):
-        if tokens:
-            ids = torch.tensor(tokens, dtype=torch.int64, device=device)
-            counts[row].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+    flat = [row * vocab + token for row, tokens in enumerate(rows) for token in tokens]
+    if flat:
+        ids = torch.tensor(flat, dtype=torch.int64)
+        if counts.is_cuda:
+            ids = ids.pin_memory().to(device, non_blocking=True)
+        counts.view(-1).scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
     return counts

@@ -58,7 +58,7 @@ def processed(logits: Tensor, inputs: SampleInputs) -> Tensor:
         scores.index_put_(where, inputs.bias_values.to(scores.dtype), accumulate=True)
     if inputs.ban_rows is not None:
         assert inputs.ban_tokens is not None
-        never = torch.tensor(_NEVER, dtype=scores.dtype, device=scores.device)
+        never = torch.full((), _NEVER, dtype=scores.dtype, device=scores.device)
         scores.index_put_((inputs.ban_rows, inputs.ban_tokens), never)
     if inputs.allowed is not None:
         scores.masked_fill_(~inputs.allowed, _NEVER)
