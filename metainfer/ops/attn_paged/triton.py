@@ -6,7 +6,8 @@ whose first block is the last one <= b when sequence s starts at block ``query_s
 `attn_decode` cuts the keys of each sequence into parts, one program each, and combines them.
 
 Products in the inputs' type with float32 sums (float32 inputs: exact products), softmax in float32.
-A page is read only inside its sequence's context and window.
+A page is read only inside its sequence's context and window. Numbers that vary by step are not
+specialised on, so that no step compiles anything after warm-up.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -72,7 +73,7 @@ def _attend(
     return total, peak, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "table_stride"])
 def attn_kernel(
     q, k_cache, v_cache, out, table, query_start, context_lens, factor, sequences, window,
     q_stride, page_stride, token_stride, table_stride,
@@ -123,7 +124,7 @@ def attn_kernel(
         tl.store(out + where, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def split_kernel(
     q, k_cache, v_cache, parts, sums, peaks, table, query_start, context_lens, factor, window,
     q_stride, page_stride, token_stride, table_stride,

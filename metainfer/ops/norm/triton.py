@@ -13,7 +13,7 @@ from torch import Tensor
 from metainfer.ops.norm.tiles import MAX_WIDTH, rows_per_program, warps_for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # varies by step: one build serves all
 def rmsnorm_kernel(
     x, weight, out, rows, stride, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -26,7 +26,7 @@ def rmsnorm_kernel(
     tl.store(out + row * D + col, (h * scale * w).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # varies by step: one build serves all
 def add_rmsnorm_kernel(
     x, residual, weight, out, total, rows, stride, residual_stride, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
