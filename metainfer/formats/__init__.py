@@ -1,4 +1,4 @@
 """Model files: references, headers, quantised blocks, streaming reads.
 
-Every module but `quant` and `checkpoint` imports without torch.
+The README marks the modules that import torch.
 """

@@ -26,6 +26,7 @@ STARRED_ROOMS = (
 )
 
 STARRED = (
+    "formats.blocks",
     "formats.catalogue",
     "formats.gguf_header",
     "formats.gguf_names",
@@ -57,7 +58,10 @@ STARRED = (
 )
 
 HEAVY = (
+    "formats.activation",
+    "formats.block_codecs",
     "formats.checkpoint",
+    "formats.elements",
     "formats.quant",
     "models.*.model",
     "models.*.build",
