@@ -37,7 +37,11 @@ def doctor(
     if save_machine is not None:
         elsewhere.save(machine, save_machine, engine.platform)
     document = report.doctor(intent, machine)
-    return Result(document, report.text(document), report.exit_status(document))
+    text = report.text(document)
+    if save_machine is not None:
+        document["saved"] = save_machine
+        text += f"\nmachine file: {save_machine}"
+    return Result(document, text, report.exit_status(document))
 
 
 def plan(

@@ -38,7 +38,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from metainfer.platform.facts import DeviceFacts, Facts, HostFacts, LinkFacts
+from metainfer.platform.facts import CPU, DeviceFacts, Facts, HostFacts, LinkFacts
 from metainfer.platform.machine_reader import HOST_TO_EACH, INSTRUCTION_FIELDS, read_machine
 from metainfer.platform.origins import DERIVED, PROBED, UNKNOWN, origin
 
@@ -48,6 +48,11 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _ASKED = (UNKNOWN, PROBED, DERIVED)
 #: What tells one machine from its equal; no description of a kind of machine has it.
 _IDENTITY = frozenset({"uuid", "bus_id"})
+#: What a processor does not have.
+_OF_CARDS = frozenset(
+    {"capability", "shared_bytes_per_block", "warp", "bar_bytes", "switch"}
+    | {"power_cap_w", "power_default_w", "power_max_w", "ecc"}
+)
 #: What there is to know of a link to host memory, and of a path between two devices.
 _OF_HOST = ("kind", "generation", "width", "max_generation", "max_width", "bytes_s")
 _OF_PAIRS = ("kind", "bytes_s", "peer_read", "peer_write", "peer_atomics")
@@ -129,15 +134,16 @@ def unknown_values(facts: Facts) -> tuple[str, ...]:
     """
     found: dict[str, None] = {}
     for device in facts.devices:
+        beside = _IDENTITY | _OF_CARDS if device.kind == CPU else _IDENTITY
         for name, value in _fields(device):
-            if value is None and name not in _IDENTITY:
+            if value is None and name not in beside:
                 found[f"device.{name}"] = None
         if not device.dot_flops:
             found["device.dot_flops"] = None
     for name, value in _fields(facts.host):
         if value is None:
             found[f"host.{name}"] = None
-    if facts.devices and facts.device.kind != "cpu":
+    if facts.devices and facts.device.kind != CPU:
         groups = {"links.host": [x for x in facts.links if x.source < 0]}
         if len(facts.devices) > 1:
             groups["links.pairs"] = [x for x in facts.links if x.source >= 0]

@@ -344,6 +344,17 @@ def test_a_context_that_cannot_be_is_refused_as_here(name: str, model: OpenedMod
     assert report.exit_status(examine(name, context=1 << 20)) == 1
 
 
+def test_the_command_line_says_where_it_saved(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from metainfer.cli import main
+
+    path = str(tmp_path / "m.toml")
+    assert main.run(["doctor", "--machine", "8x-l20", "--save-machine", path]) == 0
+    assert f"machine file: {path}" in capsys.readouterr().out
+    assert main.run(["doctor", "--machine", path]) == 0
+
+
 def test_exit_codes_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     from metainfer.cli import main
 

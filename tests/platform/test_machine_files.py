@@ -10,9 +10,12 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from fake_nvidia import Nvml, view
 
 from metainfer.core.errors import UsageError, UserError
 from metainfer.platform.capability import instructions
+from metainfer.platform.cpu import cpu_facts
+from metainfer.platform.cuda import cuda_facts
 from metainfer.platform.facts import DeviceFacts, Facts, HostFacts, LinkFacts
 from metainfer.platform.machine_catalog import SHIPPED, find_machine, machine_name, save_machine
 from metainfer.platform.machine_checks import LANE_BYTES_S
@@ -23,6 +26,9 @@ from metainfer.platform.machine_file import (
     render,
     unknown_values,
 )
+from metainfer.platform.probe_cuda import probe_cuda
+from metainfer.platform.probe_host import probe_host
+from metainfer.platform.software import versions
 from metainfer.platform.toml_lines import Lines
 
 GOOD = """\
@@ -278,6 +284,19 @@ def test_an_origin_is_kept_for_every_device_of_its_own(seed: int) -> None:
     assert again == facts and again.origins["devices.0.memory_bytes"] == "vendor: sheet"
 
 
+def test_what_the_probes_read_is_explained_and_reads_back_exactly() -> None:
+    def no_nvml() -> object:
+        raise ImportError
+
+    host = probe_host()
+    for nvml in (Nvml, no_nvml):
+        probed = probe_cuda(lambda: (view(), ""), nvml, Path("/none"))
+        for facts in (cuda_facts(probed, host, versions()), cpu_facts(host, versions())):
+            assert complete_origins(facts) is facts  # every value has its origin already
+            machine = MachineFile(name="here", facts=facts, source="f")
+            assert parse(render(machine), "f") == machine
+
+
 def test_a_value_without_an_origin_gets_its_platform() -> None:
     facts = Facts(platform="acme", devices=(DeviceFacts(kind="acme", name="A", units=4),))
     completed = complete_origins(facts)
@@ -304,7 +323,10 @@ class TestShipped:
 
     def test_what_is_unknown_is_listed(self, name: str) -> None:
         unknown = unknown_values(find_machine(name).facts)
-        assert {"device.ecc", "host.iommu", "device.power_max_w"} <= set(unknown)
+        assert {"host.iommu", "device.hardware_queues"} <= set(unknown)
+        assert ("device.ecc" in unknown) == ("links.host.width" in unknown or name == "8x-b300")
+        assert ("device.power_cap_w" in unknown) == (name != "cpu")
+        assert not {"device.uuid", "device.bus_id"} & set(unknown)
         assert ("device.memory_bytes" in unknown) == (name in ("cpu", "8x-b300"))
 
 
