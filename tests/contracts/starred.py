@@ -92,6 +92,7 @@ HEAVY = (
     "executor.loading",
     "executor.local",
     "executor.sampler",
+    "executor.transfer",
     "kv.store.*",
     "bench.*",
     "verifier.*",
