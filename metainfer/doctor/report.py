@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from metainfer.core.digest import to_plain
 from metainfer.core.errors import RefusedError
 from metainfer.core.step import Phase
+from metainfer.core.verdict import Reason
 from metainfer.doctor import elsewhere
 from metainfer.doctor.checks import (
     cpu_features,
@@ -122,12 +123,18 @@ def refusals(error: RefusedError) -> list[Finding]:
     return [
         blocker(
             f"ops.{reason.code}",
-            str(reason.data.get("site", "model")),
+            ", ".join(_sites(reason)) or "model",
             reason.message,
             error.remedy,
         )
         for reason in error.reasons
     ]
+
+
+def _sites(reason: Reason) -> list[str]:
+    """The op sites that a reason of a refused selection concerns."""
+    places: Any = reason.data.get("sites", ())
+    return list(dict.fromkeys(place.partition("@")[0] for place in places))
 
 
 def summary(found: Sequence[Finding], choices: Sequence[Choice] | None) -> str:

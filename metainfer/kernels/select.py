@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.verdict import ACCEPT, Reason, Verdict, all_of, reject, require
 from metainfer.kernels.impl import Context, Evidence, Impl, Numerics, OpRequest, Quality
+from metainfer.kernels.refusal import refusal, unserved_reasons
 from metainfer.kernels.registry import Registry
 from metainfer.platform.facts import Facts
 
@@ -70,10 +71,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """A (site, phase) with no implementation, and all reasons of all candidates."""
+    """A (site, phase) with no implementation, and all reasons of all candidates.
+
+    `pin`: the implementation that was asked for there; it is then the only candidate.
+    """
 
     request: OpRequest
     rejected: tuple[Candidate, ...]
+    pin: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,43 +177,46 @@ def select(
     rank behind those with one, by declared order.
 
     Raises:
-        RefusedError: no bundle serves the model; carries the reasons of every bundle.
+        RefusedError: no bundle serves the model, or none with a pin; every distinct reason of
+            every bundle.
         UsageError: a pin names something that does not exist.
     """
     _check_pins(registry, requests, policy)
     feasible: list[Bundle] = []
     refused: list[RefusedBundle] = []
-    pin_error: RefusedError | None = None
     for layouts in candidate_layouts(registry, requests):
         verdict = _layout_objections(registry, layouts, requests, facts, policy)
         if not verdict.accepted:
             refused.append(RefusedBundle(layouts, verdict.reasons))
             continue
-        try:
-            outcomes = [select_op(registry, r, facts, layouts, policy) for r in requests]
-        except RefusedError as error:
-            pin_error = pin_error or error
-            refused.append(RefusedBundle(layouts, error.reasons))
-            continue
+        outcomes = [_outcome(registry, r, facts, layouts, policy) for r in requests]
         unserved = tuple(o for o in outcomes if isinstance(o, Unserved))
         if unserved:
-            refused.append(RefusedBundle(layouts, _unserved_reasons(unserved), unserved))
+            refused.append(RefusedBundle(layouts, unserved_reasons(unserved), unserved))
             continue
         choices = tuple(o for o in outcomes if isinstance(o, Choice))
         feasible.append(Bundle(layouts, choices, _total(choices)))
     if not feasible:
-        if pin_error is not None:
-            raise pin_error
-        raise RefusedError(
-            f"no combination of kernels serves this model on {facts.device.name}.",
-            "See `metainfer doctor` for each op; `--allow-fallback all` permits reference paths.",
-            reasons=all_of(Verdict(loser.reasons) for loser in refused).reasons,
-            code="no_bundle",
-        )
+        raise refusal(refused, facts.device.name)
     feasible.sort(key=lambda bundle: (_reference_sites(bundle), _cost_key(bundle.seconds)))
     winner = feasible[0]
     refused += [RefusedBundle(b.layouts, (_slower(b, winner),)) for b in feasible[1:]]
     return Selection(winner, tuple(refused))
+
+
+def _outcome(
+    registry: Registry,
+    request: OpRequest,
+    facts: Facts,
+    layouts: Mapping[str, str],
+    policy: Policy,
+) -> Choice | Unserved:
+    """`select_op`, with a refused pin as data: the other sites and bundles are still looked at."""
+    try:
+        return select_op(registry, request, facts, layouts, policy)
+    except RefusedError as error:
+        pin = policy.pins.get(request.site, policy.pins.get(request.op, ""))
+        return Unserved(request, (Candidate(pin, error.reasons),), pin)
 
 
 def candidate_layouts(
@@ -449,21 +457,6 @@ def _layout_objections(
                 seen.setdefault((reason.code, reason.message), reason)
         verdict &= Verdict(tuple(seen.values()))
     return verdict
-
-
-def _unserved_reasons(unserved: Sequence[Unserved]) -> tuple[Reason, ...]:
-    return tuple(
-        Reason(
-            "unserved",
-            f"nothing serves {item.request.site} in {item.request.phase}: "
-            + "; ".join(
-                f"{loser.impl}: {', '.join(reason.message for reason in loser.reasons)}"
-                for loser in item.rejected
-            ),
-            {"site": item.request.site, "phase": item.request.phase.value},
-        )
-        for item in unserved
-    )
 
 
 def _total(choices: Sequence[Choice]) -> float | None:

@@ -135,8 +135,9 @@ def test_a_refusal_lists_every_reason_as_a_blocker() -> None:
         "no combination of kernels serves this model.",
         "See doctor.",
         reasons=[
-            Reason("unserved", "nothing serves attend", {"site": "attend"}),
-            Reason("unserved", "nothing serves moe", {"site": "moe"}),
+            Reason("device", "attend/a: runs on cpu", {"sites": ["attend@chunk", "attend@decode"]}),
+            Reason("device", "moe/b: runs on cpu", {"sites": ["moe.up@chunk", "moe.down@chunk"]}),
+            Reason("weight-scheme", "a@1 does not pack Q4_0", {"sites": []}),
         ],
         code="no_bundle",
     )
@@ -145,12 +146,13 @@ def test_a_refusal_lists_every_reason_as_a_blocker() -> None:
     assert isinstance(found, list)
     blockers = [f for f in found if f["severity"] == "blocker"]
     assert [(f["where"], f["what"]) for f in blockers] == [
-        ("attend", "nothing serves attend"),
-        ("moe", "nothing serves moe"),
+        ("attend", "attend/a: runs on cpu"),
+        ("moe.up, moe.down", "moe/b: runs on cpu"),
+        ("model", "a@1 does not pack Q4_0"),
     ]
-    assert found[:2] == blockers  # worst first
+    assert found[:3] == blockers  # worst first
     assert document["ops"] == [] and report.exit_status(document) == 1
-    assert "2 blockers" in str(document["summary"])
+    assert "3 blockers" in str(document["summary"])
 
 
 def test_a_refusal_without_reasons_is_still_a_blocker() -> None:
