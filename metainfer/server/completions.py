@@ -43,14 +43,22 @@ class _Formatter:
         self._job = job
         self._top = top
         self._echoed: set[int] = set()
+        self._scores: dict[int, list[TokenLogprobs]] = {}  # of prompts, until they are echoed
         self._base = dict.fromkeys(range(len(job.choices)), 0)
         self._echo = echo
         decode = job.tools.tokenizer.decode
         self._prompts = [decode(ids, skip_special=False) for ids in job.prompts] if echo else []
 
     def format(self, choice: Choice, delta: Delta) -> tuple[str, LegacyLogprobs | None]:
-        """The text and the block that `delta` adds."""
+        """The text and the block that `delta` adds.
+
+        An echo waits for the end of the prompt, whose scores come with each of its chunks.
+        """
         text = delta.text
+        if self._echo and choice.index not in self._echoed:
+            self._scores.setdefault(choice.index, []).extend(delta.prompt_logprobs)
+            if not delta.tokens and delta.finish is None:
+                return "", None
         block = None if self._top is None else LegacyLogprobs()
         if block is not None and not self._top:
             block.top_logprobs = None
@@ -58,7 +66,8 @@ class _Formatter:
             self._echoed.add(choice.index)
             prompt = self._prompts[choice.prompt]
             if block is not None:
-                self._prompt_block(block, choice, delta)
+                self._prompt_block(block, choice)
+            del self._scores[choice.index]
             self._base[choice.index] = len(prompt)
             text = prompt + text
         if block is not None:
@@ -76,12 +85,12 @@ class _Formatter:
                 top=self._top or 0,
             )
 
-    def _prompt_block(self, block: LegacyLogprobs, choice: Choice, delta: Delta) -> None:
+    def _prompt_block(self, block: LegacyLogprobs, choice: Choice) -> None:
         tokenizer = self._job.tools.tokenizer
         ids = self._job.prompts[choice.prompt]
         # The engine may leave out the first token, which has no log-probability.
-        missing = len(ids) - len(delta.prompt_logprobs)
-        entries: list[TokenLogprobs | None] = [None] * missing + list(delta.prompt_logprobs)
+        scores = self._scores[choice.index]
+        entries: list[TokenLogprobs | None] = [*[None] * (len(ids) - len(scores)), *scores]
         offset = 0
         for place, (token, entry) in enumerate(zip(ids, entries, strict=True)):
             known = entry if place else None
