@@ -160,8 +160,8 @@ class Tokenizer:
             if len(text) <= _SHORT_CHARS:
                 encoding = backend.encode(text, add_special_tokens=added)
             else:
-                # `encode` keeps the interpreter locked, for seconds on a megabyte; a batch does not,
-                # but may wait for others' batches, which a short text must not.
+                # `encode` keeps the interpreter locked, for seconds on a megabyte. A batch does
+                # not, but may wait for others' batches, which a short text must not.
                 (encoding,) = backend.encode_batch_fast([text], add_special_tokens=added)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(
