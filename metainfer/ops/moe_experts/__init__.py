@@ -1,0 +1,1 @@
+"""Experts of a mixture: see README.md."""

@@ -1,0 +1,45 @@
+"""Declared implementations of `moe_experts` and `moe_shared`."""
+
+from metainfer.kernels.cost import extent, roofline, width
+from metainfer.kernels.impl import Context, Impl
+from metainfer.ops.declare import FLOATS
+
+CLAMP = frozenset({"clamp"})
+
+
+def _matrices(c: Context) -> int:
+    """Experts read: all of them, or as many as the rows can choose."""
+    return min(extent(c, "e"), extent(c, "rows") * extent(c, "top_k"))
+
+
+def _traffic(c: Context) -> float:
+    """Matrices of the experts read, in their own type and widened, and the rows."""
+    size = 3 * extent(c, "d") * extent(c, "f")
+    return float(_matrices(c) * size * (width(c) + 8) + extent(c, "rows") * extent(c, "d") * 12)
+
+
+def _operations(c: Context) -> float:
+    return 6.0 * extent(c, "rows") * extent(c, "top_k") * extent(c, "d") * extent(c, "f")
+
+
+IMPLS = (
+    Impl(
+        op="moe_experts",
+        name="ref",
+        load="metainfer.ops.moe_experts.ref:moe_experts",
+        provider="reference",
+        dtypes=FLOATS,
+        honours=CLAMP,
+        cost=roofline(_traffic, _operations, launches=256, part=0.3, element="float32"),
+    ),
+    Impl(
+        op="moe_shared",
+        name="ref",
+        load="metainfer.ops.moe_experts.ref:moe_shared",
+        provider="reference",
+        dtypes=FLOATS,
+        honours=CLAMP,
+        graph_safe=True,
+        cost=roofline(_traffic, _operations, launches=12, part=0.3, element="float32"),
+    ),
+)
