@@ -231,7 +231,9 @@ def test_a_broken_pipe_ends_a_program_as_it_would_in_a_shell(tmp_path: Path) -> 
     log = tmp_path / "log"
     with spawn(["grep", "SigIgn", "/proc/self/status"], log=log) as child:
         assert child.wait(10) == 0
-    assert int(log.read_text().split()[1], 16) == 0
+    ignored = int(log.read_text().split()[1], 16)
+    # Only what Python ignores: the C library's own signals come ignored from `make`.
+    assert not any(ignored >> (number - 1) & 1 for number in (signal.SIGPIPE, signal.SIGXFSZ))
 
 
 def test_deaths_are_seen_under_a_parent_that_ignores_them(mark: str) -> None:
