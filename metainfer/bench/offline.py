@@ -10,12 +10,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from metainfer.bench.conditions import conditions
 from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
+from metainfer.core.ledger import Origin
 from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.engine import Engine
 from metainfer.planner.opening import open_model
@@ -43,7 +44,8 @@ def run(intent: Intent, options: OfflineOptions, log: Callable[[str], None]) -> 
         RefusedError: the reference disagrees, so nothing was timed.
     """
     longest = max(options.prompt_tokens + options.output_tokens, options.prefill_tokens + 1)
-    engine = Engine(intent, lambda progress: None)
+    origins = {**intent.origins, "prefix_cache": Origin.DERIVED}
+    engine = Engine(replace(intent, prefix_cache=False, origins=origins), lambda progress: None)
     info = engine.start()
     if longest > info.max_context:
         raise RefusedError(
@@ -175,7 +177,8 @@ def _decode_rows(
     for turn in range(options.repeats + 1):
         for name, side in sides:
             vocab = sides[0][1].vocab
-            prompts = _prompts(batch, options.prompt_tokens, vocab, options.seed + 31 * turn)
+            seed = options.seed + 31 * turn + 104_729 * batch
+            prompts = _prompts(batch, options.prompt_tokens, vocab, seed)
             _, decode_s = side.generate(prompts, options.output_tokens)
             if turn:  # the first turn warms both up
                 rates[name].append(batch * (options.output_tokens - 1) / decode_s)
