@@ -360,6 +360,40 @@ def test_more_alternatives_than_ids() -> None:
     assert output.top_tokens is not None and output.top_tokens.shape == (1, 2)
 
 
+@pytest.mark.parametrize("levels", [0, 5, 40])
+@pytest.mark.parametrize("count", [0, 1, 7, 20])
+def test_the_best_are_those_of_a_stable_sort(seed: int, levels: int, count: int) -> None:
+    raw = torch.randn(9, 300, generator=torch.Generator().manual_seed(seed))
+    if levels:  # ties in most rows, also across the last place
+        raw = (raw * levels).round() / levels
+    kept = raw.clone()
+    ids, values = best(raw, count)
+    expected = raw.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(ids, expected.indices[:, :count])
+    assert torch.equal(values, expected.values[:, :count])
+    assert torch.equal(raw, kept)
+
+
+def test_rows_without_ties_are_read_once_for_their_best() -> None:
+    """20 passes over a prompt's rows held up every stream for seconds."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    raw = torch.arange(1000.0).reshape(2, 500)
+    with Watch():
+        best(raw, 20)
+    assert sum("topk" in name for name in seen) == 1
+    assert not any("max" in name for name in seen)
+
+
 @pytest.mark.parametrize("function", BOTH)
 @pytest.mark.parametrize("count", [NO_LOGPROBS, 0, 3])
 def test_no_rows(function: Any, count: int) -> None:

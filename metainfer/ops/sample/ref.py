@@ -149,18 +149,26 @@ def _with_logprobs(raw: Tensor, tokens: Tensor, bad: Tensor, count: int) -> Samp
 def best(raw: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest per row, in falling order, ties by lower id: ids and values [R, count].
 
-    Repeated argmax: `topk` orders ties as it likes.
+    `topk` orders ties as it likes, so rows that have some go through `_best_by_argmax`, which costs
+    a pass over the row for each id.
     """
-    left = raw.clone()
+    values, ids = raw.topk(min(count + 1, raw.shape[1]), dim=-1)
+    tied = (values[:, 1:] == values[:, :-1]).any(dim=-1)
+    ids, values = ids[:, :count], values[:, :count]
+    if count and bool(tied.any()):
+        rows = tied.nonzero().squeeze(1)
+        ids[rows], values[rows] = _best_by_argmax(raw[rows], ids.shape[1])
+    return ids, values
+
+
+def _best_by_argmax(left: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `best`, for rows with ties; overwrites `left`."""
     ids, values = [], []
     for _ in range(count):
         value, index = left.max(dim=-1, keepdim=True)
         left.scatter_(1, index, _NEVER)
         ids.append(index)
         values.append(value)
-    if not ids:
-        empty = raw.new_empty(raw.shape[0], 0)
-        return empty.long(), empty
     return torch.cat(ids, dim=1), torch.cat(values, dim=1)
 
 
