@@ -419,6 +419,12 @@ def _check_pins(registry: Registry, requests: Sequence[OpRequest], policy: Polic
                 f"It uses: {', '.join(sorted(known))}.",
                 code="unknown_op",
             )
+    for key in sorted(policy.allow_fallback - known - {"all"}):
+        raise UsageError(
+            f"--allow-fallback names {key!r}, which this model does not use.",
+            f"It uses: {', '.join(sorted(known))}; or all.",
+            code="unknown_op",
+        )
     for role, layout in policy.layout_pins.items():
         names = [known_layout.id for known_layout in registry.layouts(role)]
         if layout not in names:

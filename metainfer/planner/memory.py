@@ -92,10 +92,11 @@ def size_cache(
             steady_pages(group, tokens=context, slots=1, step_tokens=step_tokens) * group.page_bytes
             for group in groups
         )
+        enough = f"--kv-memory to {-(-one >> 20)}MiB."
         raise RefusedError(
             f"a context of {context:,} tokens needs {one:,} B of cache, "
             f"{budget_bytes:,} B are left for it.",
-            f"Lower --context to {max(reach, 0):,}, or raise --kv-memory.",
+            f"Lower --context to {reach:,}, or raise {enough}" if reach > 0 else f"Raise {enough}",
             reasons=(Reason("memory", f"{one:,} B needed, {budget_bytes:,} B available"),),
             code="does_not_fit",
         )
