@@ -18,13 +18,14 @@ from metainfer.core.ledger import Origin
 from metainfer.core.step import Phase
 from metainfer.doctor import elsewhere as doctor_elsewhere
 from metainfer.doctor import report
-from metainfer.engine import elsewhere
+from metainfer.engine import elsewhere, machine
 from metainfer.kernels import evidence
 from metainfer.kernels.conditions import shared_memory
 from metainfer.kernels.impl import Context, Evidence, OpRequest
 from metainfer.planner.opening import OpenedModel, open_model
 from metainfer.planner.report import plan_document
 from metainfer.platform.facts import Facts
+from metainfer.platform.host_speed import HostSpeed
 from metainfer.platform.machine_catalog import SHIPPED, find_machine
 from metainfer.platform.origins import DERIVED
 
@@ -310,6 +311,16 @@ def test_this_machine_is_saved_and_reads_back_exactly(tmp_path: Path) -> None:
     assert report.exit_status(report.doctor(Intent(model="random:tiny-llama"), str(path))) == 0
     doctor_elsewhere.save("8x-l20", str(path), None)  # a shipped one as a start
     assert find_machine(str(path)).facts == find_machine("8x-l20").facts
+
+
+def test_a_guessed_speed_is_not_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    guess = HostSpeed(1e10, 1e11, "seed: the machine is busy")
+    monkeypatch.setattr(machine, "host_speed", lambda facts, store: guess)
+    path = tmp_path / "mine.toml"
+    doctor_elsewhere.save(None, str(path), "cpu")
+    facts = find_machine(str(path)).facts
+    assert facts.host.read_bytes_s is None and facts.device.dot_flops == {}
+    assert not any(said.startswith("seed") for said in facts.origins.values())
 
 
 def _steady(facts: Facts) -> object:

@@ -276,6 +276,12 @@ def test_any_machine_reads_back_exactly(seed: int) -> None:
         assert parse(render(machine), "f") == machine
 
 
+def test_an_origin_stands_once_in_the_text() -> None:
+    text = render(parse(GOOD, "f"))
+    assert "[origins]" not in text and text.count("[[device]]") == 1
+    assert text.count('"field: a report"') == 2  # as in the source: one value, one table of links
+
+
 def test_an_origin_is_kept_for_every_device_of_its_own(seed: int) -> None:
     machine = parse(GOOD, "f")
     origins = {**machine.facts.origins, "devices.1.memory_bytes": "probed: driver"}
