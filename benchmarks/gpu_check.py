@@ -158,7 +158,9 @@ def speed(ceiling: dict[str, float]) -> tuple[list[dict[str, object]], dict[str,
         head = arch.vocab_size * arch.hidden
         limit = (2 * tokens * (matrices - head) + attention) / ceiling["bf16_flops"]
         rows.append(row(f"prefill, {tokens} tokens", seconds, limit))
-    return rows, conditions(engine.resolved.plan)
+    described = conditions(engine.resolved.plan)
+    described["command"] = "python benchmarks/gpu_check.py --smollm2 FILE.gguf --out FOLDER"
+    return rows, described
 
 
 def row(name: str, seconds: list[float], limit: float) -> dict[str, object]:
