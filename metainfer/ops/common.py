@@ -9,3 +9,17 @@ from torch import Tensor
 def wide(x: Tensor) -> Tensor:
     """`x` in the dtype that references compute in: float64 stays, everything else is float32."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def rotate_tail(x: Tensor, row: Tensor, *, inverse: bool = False) -> Tensor:
+    """Turn the last R channels of a wide x [..., D] by pairs (2i, 2i + 1), or back.
+
+    `row` [..., R], R/2 cosines then R/2 sines, is broadcast over x's leading dimensions.
+    """
+    rotated = row.shape[-1]
+    cos, sin = row.to(x.dtype).chunk(2, dim=-1)
+    if inverse:
+        sin = -sin
+    a, b = x[..., -rotated::2], x[..., 1 - rotated :: 2]
+    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    return torch.cat((x[..., :-rotated], turned), dim=-1)

@@ -1,0 +1,1 @@
+"""Compressed cache entries: see README.md."""
