@@ -1,0 +1,1 @@
+"""Choice of cache entries per query: see README.md."""
