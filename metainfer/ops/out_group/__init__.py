@@ -1,0 +1,1 @@
+"""Grouped output projection: see README.md."""

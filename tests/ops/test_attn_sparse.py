@@ -1,0 +1,233 @@
+"""Sparse attention and its output projection against `transformers` and against loops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from deepseek_oracle import TIGHT, config, filled, lifted, noise, table, theirs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from metainfer.ops.attn_sparse.ref import attn_sparse
+from metainfer.ops.common import rotate_tail
+from metainfer.ops.compress.ref import compress, visible_entries
+from metainfer.ops.hyper.ref import hyper_collapse, hyper_mix, hyper_triplet
+from metainfer.ops.indexer.ref import index_rotate, index_select
+from metainfer.ops.moe_experts.ref import moe_experts, moe_shared
+from metainfer.ops.moe_route.ref import moe_route
+from metainfer.ops.norm.ref import rmsnorm
+from metainfer.ops.out_group.ref import out_group
+
+NAN = float("nan")
+
+
+def one(count: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots, starts and lengths of one sequence."""
+    lens = torch.tensor([first + count], dtype=torch.int32)
+    return torch.tensor([0]), torch.tensor([0, count], dtype=torch.int32), lens
+
+
+def turns(seed: int, length: int, rotated: int) -> Tensor:
+    angle = noise(seed, length, rotated // 2) * 3
+    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_by_hand(data: st.DataObject) -> None:
+    """Head by head and key by key in plain Python; the rest of the caches is NaN."""
+    window, ratio = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0, 1, 3, 4]))
+    rows, first = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 14))
+    every, sink = data.draw(st.booleans()), data.draw(st.sampled_from([-50.0, 0.0, 4.0]))
+    seed, heads, d = data.draw(st.integers(0, 9999)), 2, 6
+    g = torch.Generator().manual_seed(seed)
+    total = first + rows
+    q, turn = noise(seed, rows, heads, d) * 2, turns(seed + 1, total, 4)
+    tokens = torch.full((1, total + 1, d), NAN, dtype=torch.float64)
+    low = max(0, first - window + 1)
+    tokens[0, low:total] = noise(seed + 2, total - low, d)
+    entries = torch.full((1, total + 1, d), NAN, dtype=torch.float64)
+    sinks = torch.tensor([sink, sink + 1], dtype=torch.float64)
+    picks = torch.full((rows, 3), -1, dtype=torch.int32)
+    lists: list[list[int]] = []
+    for j in range(rows):
+        seen = (first + j + 1) // ratio if ratio else 0
+        mine = list(range(seen)) if every else torch.randperm(seen, generator=g)[:3].tolist()
+        lists.append(mine)
+        if not every:
+            picks[j, 3 - len(mine) :] = torch.tensor(mine, dtype=torch.int32)
+        entries[0, mine] = noise(seed + 3, total + 1, d)[mine]
+    got = attn_sparse(
+        q, tokens, entries if ratio else None, None if every else picks, sinks, turn,
+        *one(rows, first), scale=0.5, window=window, ratio=ratio,
+    )  # fmt: skip
+    for j in range(rows):
+        t = first + j
+        keys = [tokens[0, p] for p in range(max(0, t - window + 1), t + 1)]
+        keys += [entries[0, w] for w in lists[j]]
+        for h in range(heads):
+            logits = [0.5 * float(q[j, h] @ key) for key in keys]
+            top = max([*logits, float(sinks[h])])
+            whole = sum(math.exp(v - top) for v in logits) + math.exp(float(sinks[h]) - top)
+            mix = sum(math.exp(v - top) / whole * key for v, key in zip(logits, keys, strict=True))
+            want = rotate_tail(mix, turn[t], inverse=True)
+            torch.testing.assert_close(got[j, h], want, rtol=1e-10, atol=1e-12)
+
+
+def test_the_inverse_turns_back(seed: int) -> None:
+    x, turn = noise(seed, 3, 10), turns(seed + 1, 3, 6)
+    there = rotate_tail(x, turn)
+    torch.testing.assert_close(rotate_tail(there, turn, inverse=True), x, **TIGHT)
+    assert torch.equal(there[:, :4], x[:, :4]) and not torch.equal(there, x)
+    a, b = x[1, 6], x[1, 7]
+    torch.testing.assert_close(there[1, 6], a * turn[1, 1] - b * turn[1, 4], **TIGHT)
+
+
+def test_a_strong_sink_takes_all_and_padding_is_left(seed: int, poison: None) -> None:
+    q = torch.full((4, 2, 6), NAN, dtype=torch.float64)
+    q[:3] = noise(seed, 3, 2, 6)
+    tokens, sinks = noise(seed, 1, 3, 6), torch.tensor([500.0, -500.0])
+    got = attn_sparse(
+        q, tokens, None, None, sinks, turns(seed, 3, 2), *one(3), scale=1.0, window=2, ratio=0
+    )
+    assert got[:3, 0].abs().max() < 1e-100 and got[:3, 1].abs().min() > 0
+    assert torch.equal(got[3], torch.zeros(2, 6).double())
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(0, 21), max_size=5), st.booleans())
+def test_any_chunks_give_one_pass(cuts: list[int], every: bool) -> None:
+    total, ratio = 21, 4
+    q, tokens, entries = noise(1, total, 2, 6), noise(2, 1, total, 6), noise(3, 1, 5, 6)
+    sinks, turn = noise(4, 2), turns(5, total, 4)
+    seen = visible_entries(torch.arange(total), ratio)
+    picks = torch.stack((seen - 1, torch.where(seen > 2, 0, -1)), dim=1).int()
+
+    def part(a: int, b: int) -> Tensor:
+        return attn_sparse(
+            q[a:b], tokens, entries, None if every else picks[a:b], sinks, turn,
+            *one(b - a, a), scale=0.4, window=5, ratio=ratio,
+        )  # fmt: skip
+
+    borders = [0, *sorted(cuts), total]
+    got = torch.cat([part(a, b) for a, b in itertools.pairwise(borders)])
+    torch.testing.assert_close(got, part(0, total), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(6, 3), (4, 1), (4, 4)])
+def test_out_group_by_hand(heads: int, groups: int, seed: int) -> None:
+    o, k = noise(seed, 5, heads, 7), heads * 7 // groups
+    weight = noise(seed + 1, groups, 9, k)
+    flat = o.reshape(5, heads * 7)
+    want = torch.cat([flat[:, i * k : (i + 1) * k] @ weight[i].T for i in range(groups)], dim=1)
+    torch.testing.assert_close(out_group(o, weight), want, **TIGHT)
+    assert out_group(o[:0], weight).shape == (0, groups * 9)
+
+
+# ---- transformers: a whole attention block, a whole layer ----------------------------------------
+
+
+def entries_of(module: Any, x: Tensor, turn: Tensor, ratio: int, overlap: bool) -> Tensor:
+    d, width = module.kv_norm.weight.shape[0], module.position_bias.shape[1]
+    state = torch.full((1, 2, ratio * 2, width), NAN, dtype=torch.float64)
+    cache = torch.full((1, x.shape[0] // ratio + 1, d), NAN, dtype=torch.float64)
+    compress(
+        module.kv_proj(x), module.gate_proj(x), module.position_bias, module.kv_norm.weight, turn,
+        state, cache, *one(x.shape[0]), ratio=ratio, overlap=overlap, eps=1e-6,
+    )  # fmt: skip
+    return cache
+
+
+def attention(module: Any, x: Tensor, turn: Tensor, ratio: int, top_k: int) -> Tensor:
+    """Our ops with their weights."""
+    count, heads, d = x.shape[0], module.num_heads, module.head_dim
+    row, ones = turn[:count].unsqueeze(1), torch.ones(d, dtype=torch.float64)
+    qr = rmsnorm(module.q_a_proj(x), module.q_a_norm.weight, 1e-6)
+    q = rotate_tail(rmsnorm(module.q_b_proj(qr).view(count, heads, d), ones, 1e-6), row)
+    kv = rotate_tail(rmsnorm(module.kv_proj(x), module.kv_norm.weight, 1e-6), turn[:count])
+    entries = selected = None
+    if ratio:
+        entries = entries_of(module.compressor, x, turn, ratio, overlap=ratio == 4)
+    if ratio == 4:
+        indexer = module.compressor.indexer
+        keys = entries_of(indexer, x, turn, 4, overlap=True)
+        iq = indexer.q_b_proj(qr).view(count, indexer.num_heads, indexer.head_dim)
+        selected = index_select(
+            index_rotate(iq, torch.arange(count), turn, fp4=False),
+            indexer.scorer.weights_proj(x),
+            index_rotate(keys[0].unsqueeze(1), None, None, fp4=False).squeeze(1)[None],
+            *one(count), ratio=4, top_k=top_k, scale=1 / 16,
+        )  # fmt: skip
+    mixed = attn_sparse(
+        q, kv[None], entries, selected, module.sinks, turn, *one(count),
+        scale=d**-0.5, window=8, ratio=ratio,
+    )  # fmt: skip
+    groups = module.o_a_proj.n_groups
+    weight = module.o_a_proj.weight
+    return module.o_b_proj(out_group(mixed, weight.view(groups, -1, weight.shape[1])))
+
+
+def causal(count: int, window: int) -> Tensor:
+    """Their mask of the local branch."""
+    key, own = torch.arange(count), torch.arange(count).unsqueeze(1)
+    seen = (key <= own) & (key > own - window)
+    return torch.zeros(1, 1, count, count).double().masked_fill(~seen, float("-inf"))
+
+
+@pytest.mark.parametrize(("layer", "ratio"), [(0, 0), (2, 4), (3, 16)])
+def test_is_transformers_attention(layer: int, ratio: int, seed: int) -> None:
+    """Window layer, CSA with a selection of 4 out of 18, HCA with all entries: 75 tokens."""
+    settings_, x = config(), noise(seed, 75, 64)
+    with lifted(), torch.no_grad():
+        module: Any = filled(theirs.DeepseekV4Attention(settings_, layer), seed)
+        rotary = theirs.DeepseekV4RotaryEmbedding(settings_)
+        kind = "compress" if ratio else "main"
+        turn = table(rotary, kind, 80)
+        cos, sin = turn[:75].chunk(2, dim=-1)
+        places = torch.arange(75)[None]
+        want, _ = module(x[None], {kind: (cos[None], sin[None])}, places, causal(75, 8), None)
+        got = attention(module, x, turn, ratio, 4)
+    torch.testing.assert_close(got, want[0], rtol=1e-10, atol=1e-11)
+
+
+def test_is_transformers_layer(seed: int) -> None:
+    """Streams in, streams out: every op of this folder's family in one CSA layer."""
+    settings_, streams = config(), noise(seed, 40, 4, 64)
+    with lifted(), torch.no_grad():
+        layer: Any = filled(theirs.DeepseekV4DecoderLayer(settings_, 2), seed)
+        turn = table(theirs.DeepseekV4RotaryEmbedding(settings_), "compress", 40)
+        cos, sin = turn.chunk(2, dim=-1)
+        want = layer(
+            streams[None], position_embeddings={"compress": (cos[None], sin[None])},
+            position_ids=torch.arange(40)[None], attention_mask=causal(40, 8), input_ids=None,
+        )  # fmt: skip
+
+        def site(hc: Any, streams: Tensor, norm: Any, block: Any) -> Tensor:
+            pre, post, comb = hyper_triplet(
+                streams, hc.fn, hc.base, hc.scale, norm_eps=1e-6, eps=1e-6, iters=20
+            )
+            x = rmsnorm(hyper_collapse(streams, pre), norm.weight, 1e-6)
+            return hyper_mix(streams, block(x), post, comb)
+
+        def moe(x: Tensor) -> Tensor:
+            gate, experts, shared = layer.mlp.gate, layer.mlp.experts, layer.mlp.shared_experts
+            ids, weights = moe_route(
+                x, gate.weight, gate.e_score_correction_bias, top_k=2, scale=1.5
+            )
+            routed = moe_experts(
+                x, ids, weights, experts.gate_up_proj, experts.down_proj, limit=10.0
+            )
+            w13 = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
+            return routed + moe_shared(x, w13, shared.down_proj.weight, limit=10.0)
+
+        middle = site(
+            layer.attn_hc, streams, layer.input_layernorm,
+            lambda x: attention(layer.self_attn, x, turn, 4, 4),
+        )  # fmt: skip
+        got = site(layer.ffn_hc, middle, layer.post_attention_layernorm, moe)
+    torch.testing.assert_close(got, want[0], rtol=1e-9, atol=1e-9)
