@@ -27,7 +27,9 @@ STARRED_ROOMS = (
 
 STARRED = (
     "formats.blocks",
+    "formats.extents",
     "formats.catalogue",
+    "formats.checks",
     "formats.gguf_header",
     "formats.gguf_names",
     "formats.index",
@@ -62,7 +64,9 @@ HEAVY = (
     "formats.block_codecs",
     "formats.checkpoint",
     "formats.elements",
+    "formats.lossless",
     "formats.quant",
+    "formats.shards",
     "models.*.model",
     "models.*.build",
     "models.*.weights",
