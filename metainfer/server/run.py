@@ -187,6 +187,7 @@ def _uvicorn(state: ServerState) -> Any:
     import uvicorn
 
     from metainfer.server.app import create_app
+    from metainfer.server.wire import BoundedProtocol
 
     class Server(uvicorn.Server):
         @contextmanager
@@ -202,7 +203,8 @@ def _uvicorn(state: ServerState) -> Any:
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
-        h11_max_incomplete_event_size=64 * 1024,
+        http=BoundedProtocol,
+        ws="none",
     )
     return Server(config)
 
