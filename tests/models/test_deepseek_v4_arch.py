@@ -1,0 +1,184 @@
+"""DeepSeek-V4-Flash: its config, its layer mix, and the bytes of its caches as published tables."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from metainfer.core.errors import ModelError
+from metainfer.kv.book.spec import GroupKind, Rewind, form_groups
+from metainfer.models.deepseek_v4.arch import (
+    IndexFormat,
+    LatentFormat,
+    bytes_per_sequence,
+    bytes_per_token,
+    read_arch,
+)
+
+MILLION = 1_048_576
+
+
+def released(**changes: Any) -> dict[str, Any]:
+    """The April file, key by key."""
+    config: dict[str, Any] = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "vocab_size": 129280,
+        "hidden_size": 4096,
+        "num_hidden_layers": 43,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1024,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "sliding_window": 128,
+        "compress_ratios": [0, 0, *([4, 128] * 20), 4, 0],
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 65536,
+        },
+        "max_position_embeddings": MILLION,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "rms_norm_eps": 1e-6,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 1,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "num_hash_layers": 3,
+        "hidden_act": "silu",
+        "swiglu_limit": 10.0,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "fp8"},
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **changes,
+    }
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def test_layer_mix() -> None:
+    arch = read_arch(released())
+    assert [arch.ratios.count(ratio) for ratio in (0, 4, 128)] == [2, 21, 20]
+    assert arch.ratios[2] == arch.ratios[42] == 4 and arch.ratios[3] == arch.ratios[41] == 128
+    assert arch.scale == 512**-0.5 and arch.eos_token_ids == (1,)
+    assert (arch.yarn.factor, arch.yarn.original, arch.draft_layers) == (16.0, 65536, 1)
+
+
+@pytest.mark.parametrize(
+    ("latent", "index", "per_token", "total"),
+    [
+        (LatentFormat.BF16, IndexFormat.BF16, "6880", 7.220e9),
+        (LatentFormat.FP8, IndexFormat.FP8, "3850.25", 4.040e9),
+        (LatentFormat.FP8, IndexFormat.FP4, "3514.25", 3_688_172_544),
+        (LatentFormat.NVFP4, IndexFormat.FP4, "2433", 2.553e9),
+    ],
+)
+def test_bytes_are_those_of_the_tables(
+    latent: LatentFormat, index: IndexFormat, per_token: str, total: float
+) -> None:
+    specs = read_arch(released()).cache_specs(latent, index, "v4")
+    assert bytes_per_token(specs) == Fraction(per_token)
+    whole = bytes_per_token(specs) * MILLION + bytes_per_sequence(specs)[0]
+    assert float(whole) == pytest.approx(total, abs=0 if isinstance(total, int) else 1e6)
+
+
+def test_bytes_of_a_sequence() -> None:
+    specs = read_arch(released()).cache_specs(LatentFormat.FP8, IndexFormat.FP8, "v4")
+    window, rows = bytes_per_sequence(specs)
+    assert window == 43 * 128 * 584 == 3_214_336
+    assert rows == 21 * (64 + 16) * 1024 + 20 * 512 * 1024  # 12.2 MB
+
+
+def test_groups_of_the_book() -> None:
+    specs = read_arch(released()).cache_specs(LatentFormat.FP8, IndexFormat.FP4, "v4")
+    groups = {group.name: group for group in form_groups(specs, page_tokens=256)}
+    sizes = {
+        name: (len(group.layers), group.page_entries, group.entry_bytes or group.state_bytes)
+        for name, group in groups.items()
+        if group.kind is not GroupKind.STATE
+    }
+    assert sizes == {
+        "latent-window128": (43, 256, 584),
+        "latent-1of4": (21, 64, 584),
+        "latent-1of128": (20, 2, 584),
+        "index-1of4": (21, 64, 68),
+    }
+    states = [group for group in form_groups(specs, page_tokens=256) if group.slot_bytes]
+    assert sorted((len(g.layers), g.state_bytes, g.clean_tokens) for g in states) == [
+        (20, 512 * 1024, 128),
+        (21, 16 * 1024, 0),
+        (21, 64 * 1024, 0),
+    ]
+    assert {group.rewind for group in states} == {Rewind.SNAPSHOT}
+    assert {bool(group.snapshot_tokens) for group in states} == {True, False}
+
+
+@pytest.mark.parametrize("key", sorted(set(released()) - {
+    "architectures", "model_type", "num_key_value_heads", "n_shared_experts", "scoring_func",
+    "topk_method", "norm_topk_prob", "hidden_act", "num_nextn_predict_layers",
+    "tie_word_embeddings", "attention_bias", "attention_dropout", "initializer_range",
+    "use_cache", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id",
+}))  # fmt: skip
+def test_what_shapes_the_model_is_required(key: str) -> None:
+    with pytest.raises(ModelError, match=key):
+        read_arch(released(**{key: ...}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "deepseek_v3"},
+        {"num_key_value_heads": 2},
+        {"scoring_func": "sigmoid"},
+        {"norm_topk_prob": False},
+        {"n_group": 8},
+        {"engram_layer_ids": [1]},
+        {"compress_ratios": [0] * 42},
+        {"compress_ratios": [2] * 43},
+        {"compress_ratios": [4] * 44},
+        {"rope_scaling": {"type": "linear"}},
+        {"rope_scaling": {**released()["rope_scaling"], "mscale": 1.0}},
+        {"qk_rope_head_dim": 512},
+        {"o_groups": 7},
+        {"index_head_dim": 96},
+        {"num_experts_per_tok": 257},
+        {"hidden_size": "4096"},
+    ],
+)
+def test_what_is_not_built_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ModelError):
+        read_arch(released(**change))
+
+
+def test_later_files_are_read() -> None:
+    arch = read_arch(
+        released(
+            expert_dtype="fp4", pad_token_id=2, dspark_block_size=5, dspark_noise_token_id=128799,
+            dspark_target_layer_ids=[40, 41, 42], dspark_markov_rank=256,
+        )
+    )  # fmt: skip
+    assert arch.dspark_block == 5
