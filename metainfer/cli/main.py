@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import metainfer
-from metainfer.cli import bench, chat, examine, generate, kernels, output, serve
+from metainfer.cli import bench, chat, convert, examine, generate, kernels, output, serve
 from metainfer.cli.output import Output, Result
 from metainfer.core import env
 from metainfer.core.errors import MetaInferError, UsageError, UserError
@@ -39,6 +39,7 @@ def build() -> App:
     app.command(examine.plan, name="plan")
     app.command(kernels.app())
     app.command(bench.app())
+    app.command(convert.convert, name="convert")
     app.command(examine.version, name="version")
     return app
 

@@ -32,6 +32,7 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
         "--prompt-tokens", "--output-tokens", "--batch", "--prefill-tokens", "--repeats",
         "--against", "--seed", "--json",
     },
+    ("convert",): {"--to", "--lossless", "--json"},
     ("version",): {"--json"},
 }  # fmt: skip
 
