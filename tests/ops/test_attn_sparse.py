@@ -192,7 +192,7 @@ def test_is_transformers_attention(layer: int, ratio: int, seed: int) -> None:
         places = torch.arange(75)[None]
         want, _ = module(x[None], {kind: (cos[None], sin[None])}, places, causal(75, 8), None)
         got = attention(module, x, turn, ratio, 4)
-    torch.testing.assert_close(got, want[0], rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(got, want[0], **TIGHT)
 
 
 def test_is_transformers_layer(seed: int) -> None:
@@ -230,4 +230,4 @@ def test_is_transformers_layer(seed: int) -> None:
             lambda x: attention(layer.self_attn, x, turn, 4, 4),
         )  # fmt: skip
         got = site(layer.ffn_hc, middle, layer.post_attention_layernorm, moe)
-    torch.testing.assert_close(got, want[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got, want[0], **TIGHT)
