@@ -7,6 +7,7 @@ and the miss names what changed.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import tempfile
@@ -18,6 +19,7 @@ from metainfer.core.digest import canonical_json, digest, to_plain
 from metainfer.core.errors import UserError
 
 SCHEMA = 1
+_log = logging.getLogger("metainfer.records")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
@@ -75,7 +77,8 @@ class RecordStore:
         return Record(kind, key, entry["payload"], entry["conditions"])
 
     def put(self, record: Record) -> None:
-        """Add or replace one record."""
+        """Add or replace one record. Where none can be written, a warning says so: the next start
+        measures again."""
         entries = self._load(record.kind)
         entries[record.key] = {
             "payload": to_plain(record.payload),
@@ -87,15 +90,13 @@ class RecordStore:
             "entries": entries,
         }
         path = self.path(record.kind)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".record-")
         try:
-            with os.fdopen(handle, "w") as out:
-                json.dump(body, out, indent=1, sort_keys=True)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+            _write(path, json.dumps(body, indent=1, sort_keys=True))
+        except OSError as error:
+            _log.warning(
+                "record %s of %s is not kept: %s cannot be written (%s)",
+                *(record.key, record.kind, path.parent, error.strerror),
+            )
 
     def other_machines(self, kind: str) -> list[Fingerprint]:
         """Fingerprints that hold records of this kind and are not this machine's."""
@@ -127,3 +128,16 @@ class RecordStore:
         entries = body["entries"]
         assert isinstance(entries, dict)
         return entries
+
+
+def _write(path: Path, text: str) -> None:
+    """Put `text` in place of `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".record-")
+    try:
+        with os.fdopen(handle, "w") as out:
+            out.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

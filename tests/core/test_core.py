@@ -124,6 +124,16 @@ class TestRecords:
     def store(self, tmp_path: Path, driver: str = "1") -> RecordStore:
         return RecordStore(tmp_path, Fingerprint({"driver": driver, "device": "x"}))
 
+    def test_where_nothing_can_be_written_a_warning_says_so(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "speed").write_text("a file where the folder should be")
+        store = self.store(tmp_path)
+        store._load = lambda kind: {}  # type: ignore[method-assign]
+        store.put(Record("speed", "copy", 1.0, {}))
+        (line,) = caplog.messages
+        assert "is not kept" in line and str(tmp_path / "speed") in line
+
     def test_round_trip_and_update(self, tmp_path: Path) -> None:
         store = self.store(tmp_path)
         assert store.get("kernels", "a") is None
