@@ -13,6 +13,8 @@ from metainfer.core.errors import ModelError
 
 T = TypeVar("T")
 
+MAX_INT = 2**31 - 1  # no size or count of a model is beyond
+
 # Keys that describe training, provenance or another library's run time; no inference meaning.
 HARMLESS = frozenset(
     {
@@ -130,6 +132,8 @@ class ConfigReader:
     def _typed(self, key: str, kind: type[T]) -> T:
         self._read.add(key)
         value = self._config[key]
+        if isinstance(value, int) and abs(value) > MAX_INT:
+            raise self._wrong(key, value, f"a number up to {MAX_INT}")
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)  # type: ignore[return-value]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -137,8 +141,9 @@ class ConfigReader:
         return value
 
     def _wrong(self, key: str, value: object, wanted: str) -> ModelError:
+        shown = repr(value)[:100]
         return ModelError(
-            f"{self._where} has {key} = {value!r}; {wanted} was expected.",
+            f"{self._where} has {key} = {shown}; {wanted} was expected.",
             "The file is damaged or of another format.",
             code="bad_config",
         )
