@@ -44,7 +44,9 @@ def parse_pairs(items: Sequence[str], flag: str) -> dict[str, str]:
     for item in items:
         key, equals, value = item.partition("=")
         if not (equals and key and value):
-            raise UsageError(f"{flag} {item!r} is not of the form KEY=VALUE.", f"See {flag}.")
+            raise UsageError(
+                f"{flag} {item!r} is not of the form KEY=VALUE.", f"Write {flag} NAME=VALUE."
+            )
         if key in pairs:
             raise UsageError(f"{flag} gives {key!r} twice.", "Keep one of them.")
         pairs[key] = value

@@ -10,12 +10,13 @@ from cyclopts import Group, Parameter
 from metainfer.cli import output
 from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
 from metainfer.cli.output import Result
-from metainfer.core.errors import UsageError
+from metainfer.core.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     from metainfer.core.request import SamplingParams
 
 SAMPLING = Group("Generation", sort_key=1)
+ANY_VOCABULARY = 2**31
 
 
 def _flag(*names: str, text: str) -> Parameter:
@@ -25,12 +26,22 @@ def _flag(*names: str, text: str) -> Parameter:
 def sampling(
     temperature: float, top_p: float, top_k: int, seed: int | None, max_tokens: int
 ) -> SamplingParams:
-    """Sampling parameters of the command line; ranges are checked with the model's vocabulary."""
+    """Sampling parameters of the command line, checked before a model is loaded.
+
+    Raises:
+        UsageError: a value is out of range. `top_k` above the vocabulary is refused later.
+    """
     from metainfer.core.request import SamplingParams
 
-    return SamplingParams(
+    params = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
     )
+    try:
+        params.check(ANY_VOCABULARY)
+    except RequestError as error:
+        flag = f"--{(error.param or '').replace('_', '-')}"
+        raise UsageError(error.cause, f"Set {flag} inside that range.", code=error.code) from error
+    return params
 
 
 def generate(

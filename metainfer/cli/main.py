@@ -80,7 +80,8 @@ def _usage_error(error: CycloptsError) -> UsageError:
     words = [word for word in (error.command_chain or ()) if word]
     command = " ".join(["metainfer", *words])
     remedy = f"Did you mean{tail}" if mark else f"See {command} --help."
-    return UsageError(head, remedy)
+    head = head.replace(". must", ": it must")
+    return UsageError(head if head.endswith((".", "?")) else f"{head}.", remedy)
 
 
 def _set_up_logging() -> None:

@@ -21,6 +21,9 @@ CASES: list[tuple[list[str], int, str]] = [
     (["generate", "m", "--prompt", "x", "--op", "a=b", "--op", "a=c"], 2, "twice"),
     (["generate", "m", "--prompt", "x", "--dtype", "fp7"], 2, "float32"),
     (["generate", "m", "--prompt", "x", "--max-tokens", "0"], 2, "--max-tokens"),
+    (["generate", "m", "--prompt", "x", "--temperature", "-1"], 2, "--temperature"),
+    (["generate", "m", "--prompt", "x", "--top-p", "2"], 2, "--top-p"),
+    (["generate", "m", "--prompt", "x", "--context", "0"], 2, "--context: it must be"),
     (["plan"], 2, "--model"),
     (["kernels", "lst"], 2, "list"),
     (["plan", "--model", "no-such-model-xyz"], 1, "Catalogue"),
@@ -39,7 +42,7 @@ def test_one_line_with_remedy(words: list[str], code: int, hint: str) -> None:
     assert hint in lines[0], lines[0]
 
 
-@pytest.mark.parametrize("words", [CASES[0][0], CASES[1][0], CASES[8][0], CASES[15][0]])
+@pytest.mark.parametrize("words", [CASES[0][0], CASES[1][0], CASES[8][0], CASES[18][0]])
 def test_errors_are_documents_with_json(words: list[str]) -> None:
     done = cli(*words, "--json")
     error = document(done)["error"]
