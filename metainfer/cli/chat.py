@@ -41,6 +41,7 @@ def chat(
     from metainfer.cli.session import Session
     from metainfer.core.errors import RequestError
 
+    sampling(temperature, top_p, top_k, seed, max_tokens or 1)  # refused before loading
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     terminal = sys.stdin.isatty()
     with Session(engine.intent(model), Screen(quiet=not sys.stderr.isatty())) as session:

@@ -78,6 +78,7 @@ def generate(
 
     if max_tokens < 1:
         raise UsageError(f"--max-tokens is {max_tokens}.", "Pass 1 or more.")
+    sampling(temperature, top_p, top_k, seed, max_tokens)  # refused before a model is loaded
     if prompt == "-":
         prompt = sys.stdin.read()
     out = output.current
