@@ -134,11 +134,11 @@ def test_hundred_streams_lose_nothing(server: Server) -> None:
 
 def test_a_client_that_leaves_frees_its_pages(server: Server) -> None:
     body = {"model": MODEL, "prompt": [5] * 300, "max_tokens": 200, "stream": True}
-    body["ignore_eos"] = True
+    body |= {"ignore_eos": True, "n": 16}  # long enough to be seen running by a slow reader
     before = server.metric("metainfer_requests_running")
     with httpx.stream("POST", f"{server.base}/v1/completions", json=body, timeout=30) as answer:
         next(answer.iter_lines())
-        assert server.metric("metainfer_requests_running") == before + 1
+        assert server.metric("metainfer_requests_running") > before
         assert server.metric("metainfer_kv_cache_usage_ratio") > 0
     end = time.monotonic() + 10
     while server.metric("metainfer_requests_running") > before and time.monotonic() < end:
