@@ -45,7 +45,8 @@ class LoadedWeights:
 
 
 class RandomSource:
-    """Tensors drawn from a seed and their name: equal on every machine of one torch version.
+    """Tensors drawn from a seed and their name: equal on every machine of one torch version and
+    kind of device (a card draws other numbers than the host).
 
     Matrices have deviation 0.02 (as `transformers` initialises), vectors lie around 1.
     """
@@ -90,17 +91,18 @@ def load_weights(
     """
     loaded = LoadedWeights()
     pack: Any = weight_layout.resolve()
-    held: dict[tuple[str, ...], PackedWeight] = {}
+    held: dict[tuple[object, ...], PackedWeight] = {}
     specs = arch.packed_weights()
     total = sum(spec.elements for spec in specs)
     done = 0
     for spec in specs:
-        if spec.tensors in held:
-            loaded.packed[spec.name] = held[spec.tensors].at_site(spec.site)
+        key = weight_layout.storage(spec.tensors, spec.site)
+        if key in held:
+            loaded.packed[spec.name] = held[key].at_site(spec.site)
         else:
             raws = _read_checked(source, spec)
             weight = pack(raws, _bias(source, spec), dtype=dtype, device=device, site=spec.site)
-            held[spec.tensors] = loaded.packed[spec.name] = weight
+            held[key] = loaded.packed[spec.name] = weight
         done += spec.elements
         if progress is not None:
             progress(done, total)

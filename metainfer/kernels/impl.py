@@ -125,8 +125,9 @@ class Layout:
 
     `role`: ``weight`` or ``kv``. `pack`: ``module:function`` that makes it from what the
     checkpoint holds (weights only). `schemes`: storage schemes it accepts, None for any.
-    For the ledger: `element_bytes` by scheme of the source (None: the activation type's), and
-    `site_copies`, how often a site's matrix is held where that is not once.
+    `element_bytes`, for the ledger: by scheme of the source (None: the activation type's).
+    `embed_apart`: rows cannot be read from what a product reads, so a token embedding is packed
+    apart from an output head that is tied to it.
     """
 
     id: str
@@ -135,7 +136,11 @@ class Layout:
     schemes: frozenset[str] | None = None
     conditions: tuple[Condition, ...] = ()
     element_bytes: Callable[[str], float] | None = None
-    site_copies: Mapping[str, int] = field(default_factory=dict)
+    embed_apart: bool = False
+
+    def storage(self, tensors: tuple[str, ...], site: str) -> tuple[object, ...]:
+        """Key of the matrix that `site` reads; uses of `tensors` with equal keys share one."""
+        return (tensors, self.embed_apart and site == "embed")
 
     def resolve(self) -> Callable[..., object]:
         return resolve_attribute(self.pack)

@@ -6,6 +6,7 @@ is compared with them after loading.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,20 +36,19 @@ class CacheBudget:
 def weight_rows(
     arch: Arch, layout: Layout, scheme_of: Callable[[str], str], dtype: str
 ) -> list[LedgerRow]:
-    """One row per op site, a tied matrix once. `logical_bytes` is what the checkpoint stores."""
+    """One row per op site, a shared matrix once; the tensors of a matrix may differ in scheme."""
     width = DTYPE_BYTES[dtype]
-    held: dict[tuple[str, ...], str] = {}
+    held: set[tuple[object, ...]] = set()  # membership only
     by_site: dict[str, list[int]] = {}
     for spec in arch.packed_weights():
-        if spec.tensors in held:
+        key = layout.storage(spec.tensors, spec.site)
+        if key in held:
             continue
-        held[spec.tensors] = spec.site
-        per_element = 0.0
-        if layout.element_bytes is not None:
-            per_element = layout.element_bytes(scheme_of(spec.tensors[0]))
-        bias = spec.shape[0] * width if spec.bias else 0
-        copies = layout.site_copies.get(spec.site, 1)
-        packed = int(spec.elements * (per_element or width)) * copies + bias
+        held.add(key)
+        each = layout.element_bytes or (lambda scheme: float(width))
+        packed = spec.shape[0] * width if spec.bias else 0
+        for name, shape in zip(spec.tensors, spec.tensor_shapes(), strict=True):
+            packed += int(math.prod(shape) * each(scheme_of(name)))
         by_site.setdefault(spec.site, []).append(packed)
     rows = [LedgerRow(item=site, kind="weights", bytes=sum(b)) for site, b in by_site.items()]
     norms = sum(spec.elements for spec in arch.plain_weights()) * width

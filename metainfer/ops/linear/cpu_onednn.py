@@ -4,7 +4,7 @@
 format that oneDNN picks for it. The operators are private to torch, so this is the only file that
 names them, and `probe` checks them by number before the selector may choose the layout.
 
-The blocked weight cannot be indexed: a tied embedding keeps its dense copy beside it.
+The blocked weight cannot be indexed: an embedding is packed apart (`onednn_layout`).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ LAYOUTS = (
         pack="metainfer.ops.linear.onednn_layout:pack",
         schemes=DECODED,
         conditions=(ON_CPU,),
-        site_copies={"embed": 2},
+        embed_apart=True,
     ),
     Layout(
         id="c-rows16@1",

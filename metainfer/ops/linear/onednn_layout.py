@@ -1,12 +1,11 @@
-"""Packing of ``onednn-f32@1``, with the dense copy that a token embedding is read from.
+"""Packing of ``onednn-f32@1``: blocked for products, dense for a token embedding.
 
-oneDNN's blocked weight cannot be indexed, so what is packed for an ``embed`` site also keeps the
-matrix itself (``data["dense"]``); a tied output head then reads the blocked one beside it.
+oneDNN's blocked weight cannot be indexed, so an ``embed`` site holds the matrix itself; a tied
+output head holds the blocked one beside it (the layout declares `embed_apart`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -25,14 +24,14 @@ def pack(
     device: torch.device | str = "cpu",
     site: str = "",
 ) -> PackedWeight:
-    """See `cpu_onednn.pack`; a site named ``embed...`` also holds ``dense`` [N, K]."""
-    packed = cpu_onednn.pack(raws, bias, dtype=dtype, device=device, site=site)
-    if not site.startswith("embed"):
-        return packed
-    dense = pack_dense(raws, None, dtype=dtype, device=device).data["weight"]
-    return dataclasses.replace(packed, data={**packed.data, "dense": dense})
+    """See `cpu_onednn.pack`; at the site ``embed`` the data is ``dense`` [N, K] alone."""
+    if site != "embed":
+        return cpu_onednn.pack(raws, bias, dtype=dtype, device=device, site=site)
+    held = pack_dense(raws, bias, dtype=dtype, device=device, site=site)
+    data = {"dense": held.data["weight"]}
+    return PackedWeight(cpu_onednn.LAYOUT, held.shape, data, held.bias, site)
 
 
 def embed(ids: Tensor, table: PackedWeight) -> Tensor:
-    """Rows of the dense copy: ids [T] int64 -> [T, K]."""
+    """Rows of the dense matrix: ids [T] int64 -> [T, K]."""
     return torch.nn.functional.embedding(ids, table.data["dense"])
