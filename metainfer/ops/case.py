@@ -61,6 +61,8 @@ class Case:
 
     `outputs`: positions of arguments written in place, judged like results. `rows`: only that many
     leading rows of the result count. `exact`: equal to the reference in the dtype, bit for bit.
+    `fused`: positions of arguments [T, heads, D] that the implementation under test gets as slices
+    of one tensor, as a fused projection leaves them.
     """
 
     op: str
@@ -74,6 +76,7 @@ class Case:
     outputs: tuple[int, ...] = ()
     rows: int | None = None
     exact: bool = False
+    fused: tuple[int, ...] = ()
 
 
 Cases = Callable[[int], list[Case]]

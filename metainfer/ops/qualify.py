@@ -92,6 +92,7 @@ def check(
     rounded = _map(case.args, lambda t: t.to(kind) if t.dtype == torch.float64 else t)
     try:
         given = _placed(rounded, device, lambda w: _pack(w, impl, registry, kind, device))
+        given = _sliced(given, case.fused)
         with poisoned():
             mine = _results(impl.resolve(), case, given)
     except (RuntimeError, TypeError, ValueError, IndexError, MetaInferError, OSError) as error:
@@ -194,6 +195,20 @@ def _placed(
         else:
             placed.append(arg)
     return tuple(placed)
+
+
+def _sliced(args: tuple[Any, ...], fused: tuple[int, ...]) -> tuple[Any, ...]:
+    """`args` with those at `fused` as neighbouring slices of one tensor."""
+    parts = [args[index] for index in fused]
+    if not parts:
+        return args
+    joined = torch.cat([part.flatten(1) for part in parts], dim=1)
+    slices = torch.split(joined, [part.shape[1] * part.shape[2] for part in parts], dim=1)
+    views = {
+        index: piece.view(part.shape)
+        for index, piece, part in zip(fused, slices, parts, strict=True)
+    }
+    return tuple(views.get(index, arg) for index, arg in enumerate(args))
 
 
 def _pack(

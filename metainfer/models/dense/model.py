@@ -105,13 +105,14 @@ class DenseModel:
         arch, tokens = self.arch, x.shape[0]
         qkv = ops.linear(x, layer.qkv)  # [T, (Hq + 2 Hkv) D]
         q, k, v = qkv.split(arch.qkv_rows, dim=-1)
-        q = q.contiguous().view(tokens, arch.heads, arch.head_dim)
-        k = k.contiguous().view(tokens, arch.kv_heads, arch.head_dim)
-        v = v.contiguous().view(tokens, arch.kv_heads, arch.head_dim)
+        # Slices of one tensor: the ops take any stride over tokens.
+        q = q.view(tokens, arch.heads, arch.head_dim)
+        k = k.view(tokens, arch.kv_heads, arch.head_dim)
+        v = v.view(tokens, arch.kv_heads, arch.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = _per_head_norm(q, layer.q_norm, arch.norm_eps, ops)
             k = _per_head_norm(k, layer.k_norm, arch.norm_eps, ops)
-        q, k = ops.rope(q, k, inputs.positions, self.cos_sin)
+        q, k = ops.rope(q, k, inputs.positions, self.cos_sin, arch.rope.interleaved)
         group = inputs.groups[cache.group]
         ops.kv_write(k, v, cache.k, cache.v, group.slots)
         out = ops.attn_paged(
@@ -135,5 +136,5 @@ def _per_head_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, ops: PhaseOps
 ) -> torch.Tensor:
     """RMSNorm over each head's D entries (Qwen3); x [T, heads, D]."""
-    flat: torch.Tensor = ops.rmsnorm(x.view(-1, x.shape[-1]), weight, eps)
+    flat: torch.Tensor = ops.rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps)
     return flat.view(x.shape)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from metainfer.core.errors import InternalError
 from metainfer.ops.attn_paged.tiles import (
     NARROW,
     SPLIT,
@@ -30,6 +31,7 @@ from metainfer.ops.attn_paged.tiles import (
     splits_for,
     wide_for,
 )
+from metainfer.ops.strides import heads_packed
 
 LOG2E = 1.4426950408889634
 
@@ -212,6 +214,8 @@ def attn_paged(
     window: int = 0,
 ) -> Tensor:
     """See `ref.attn_paged`; q may have any token stride."""
+    if not heads_packed(q):
+        raise InternalError(f"attention wants packed query heads, got strides {q.stride()}")
     tokens, hq, d = q.shape
     sequences, page, hkv = context_lens.shape[0], k_cache.shape[1], k_cache.shape[2]
     out = torch.empty((tokens, hq, d), dtype=q.dtype, device=q.device)
@@ -245,6 +249,8 @@ def attn_decode(
 
     The number of parts follows from shapes alone (sequences, table width), never from lengths.
     """
+    if not heads_packed(q):
+        raise InternalError(f"attention wants packed query heads, got strides {q.stride()}")
     tokens, hq, d = q.shape
     sequences, page, hkv = context_lens.shape[0], k_cache.shape[1], k_cache.shape[2]
     out = torch.empty((tokens, hq, d), dtype=q.dtype, device=q.device)

@@ -45,6 +45,7 @@ def cases(seed: int) -> list[Case]:
                     shape={"rows": tokens, "page": page, "hkv": hkv, "d": d},
                     outputs=(2, 3),
                     exact=True,
+                    fused=(0, 1) if tokens % 2 else (),
                 )
             )
     return found

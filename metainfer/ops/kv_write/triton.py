@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from metainfer.core.errors import InternalError
+from metainfer.ops.strides import heads_packed
+
 
 @triton.jit
 def kv_write_kernel(
@@ -28,6 +31,11 @@ def kv_write_kernel(
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """See `ref.kv_write`; k and v may have any token stride, both caches are laid out alike."""
     tokens, hkv, d = k.shape
+    if not all(heads_packed(x) for x in (k, v)) or k_cache.stride() != v_cache.stride():
+        raise InternalError(
+            f"kv_write wants packed heads and caches laid out alike, got strides {k.stride()}, "
+            f"{v.stride()}, {k_cache.stride()}, {v_cache.stride()}"
+        )
     if tokens:
         width = hkv * d
         kv_write_kernel[(tokens,)](

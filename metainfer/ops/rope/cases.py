@@ -1,4 +1,5 @@
-"""Cases of `rope`: both conventions, partial rotation, repeated and far positions."""
+"""Cases of `rope`: both conventions, partial rotation, repeated and far positions, slices of one
+projection and tensors of their own."""
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ def cases(seed: int) -> list[Case]:
                     kwargs={"interleaved": True} if interleaved else {},
                     shape={"rows": tokens, "hq": hq, "hkv": hkv, "d": d, "rotated": rotated},
                     semantics=frozenset(words),
+                    fused=(0, 1) if tokens % 2 else (),
                 )
             )
     return found

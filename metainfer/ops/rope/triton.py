@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from metainfer.core.errors import InternalError
+from metainfer.ops.strides import heads_packed
+
 
 @triton.jit
 def _turn(
@@ -57,6 +60,8 @@ def rope(
     """See `ref.rope`; q and k may have any token stride."""
     tokens, hq, d = q.shape
     hkv, rotated = k.shape[1], cos_sin.shape[1]
+    if not all(heads_packed(x) for x in (q, k)):
+        raise InternalError(f"rope wants packed heads, got strides {q.stride()} and {k.stride()}")
     q_out = torch.empty((tokens, hq, d), dtype=q.dtype, device=q.device)
     k_out = torch.empty((tokens, hkv, d), dtype=k.dtype, device=k.device)
     if tokens:
