@@ -83,7 +83,8 @@ class OpPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One engine, decided. `phase_layout`: phase class -> layout name. `ops`: ``site@phase``."""
+    """One engine, decided. `phase_layout`: phase class -> layout name. `ops`: ``site@phase``.
+    `graph_buckets`: token counts at which decode is captured; empty: it runs op by op."""
 
     model: ModelPlan
     platform: str
@@ -98,6 +99,7 @@ class Plan:
     prefix_cache: bool
     bundle: Mapping[str, str]
     ops: Mapping[str, OpPlan]
+    graph_buckets: tuple[int, ...]
     limits: Limits
     ledger: tuple[LedgerRow, ...]
     decisions: tuple[Decision, ...]

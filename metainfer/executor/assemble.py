@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from metainfer.core.step import Phase
+from metainfer.core.errors import InternalError
 from metainfer.executor.loading import Progress, TensorSource, load_weights
 from metainfer.executor.local import LocalExecutor, LocalParts
 from metainfer.kernels.impl import resolve_attribute
@@ -23,9 +23,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-GRAPH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-"""Token counts at which decode is captured, up to the most running sequences."""
 
 
 def assemble(
@@ -44,7 +41,8 @@ def assemble(
         ModelError: the checkpoint does not fit its config.
     """
     plan, arch = resolved.plan, resolved.arch
-    assert isinstance(arch, DenseArch)
+    if not isinstance(arch, DenseArch):  # ADR 0006 says what other families change here
+        raise InternalError(f"no cache tensors are built for {type(arch).__name__}")
     dtype = DTYPES[plan.model.dtype]
     if device.type == "cpu":
         torch.set_num_threads(plan.threads)
@@ -70,7 +68,6 @@ def assemble(
         device=device,
     )
     ops = OpTable(resolved.selection, trace)
-    graphs = device.type == "cuda" and _graph_safe(resolved)
     return LocalExecutor(
         LocalParts(
             model=model,
@@ -83,21 +80,6 @@ def assemble(
             max_context=plan.limits.max_context,
             vocab=arch.vocab_size,
             weight_bytes=weights.nbytes,
-            graph_buckets=_buckets(plan.limits.max_running) if graphs else (),
+            graph_buckets=plan.graph_buckets,
         )
     )
-
-
-def _graph_safe(resolved: Resolved) -> bool:
-    """Whether every op of the decode step may be captured; sampling runs outside the graph."""
-    return all(
-        choice.impl.graph_safe
-        for choice in resolved.selection.bundle.choices
-        if choice.request.phase is Phase.DECODE and choice.request.op != "sample"
-    )
-
-
-def _buckets(running: int) -> tuple[int, ...]:
-    """Buckets up to `running`, largest first so that captures share the largest one's memory."""
-    reached = [bucket for bucket in GRAPH_BUCKETS if bucket < running]
-    return tuple(sorted({*reached, running}, reverse=True))

@@ -11,7 +11,7 @@ Plans are executed strictly in the order of `submit`. Within one plan:
 
 The result answers every run, in the order segments, ranks, runs: a chunk that does not sample gets
 a `RunResult` without tokens. `Segment.ranks` has one entry per KV domain; an executor that splits a
-domain over tensor-parallel ranks hands all of them that entry. Padding tokens write to page 0.
+domain over tensor-parallel ranks hands all of them that entry. Padding tokens write nothing.
 
 A run may start below the position that the slot last computed: rejected drafts, or a state that was
 copied back. Entries from its start on are simply overwritten; visibility is by position.

@@ -82,9 +82,10 @@ class Arch(Protocol):
         logit_rows: int,
         dtype: str,
         schemes: Mapping[str, tuple[str, ...]],
+        page_tokens: int,
     ) -> tuple[OpRequest, ...]:
         """Every op use in one phase. `rows`: tokens of a typical step, `logit_rows` of them need
-        logits; `schemes`: site -> storage schemes."""
+        logits; `schemes`: site -> storage schemes; `page_tokens`: tokens of a cache page."""
         ...
 
     def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:

@@ -21,6 +21,7 @@ from metainfer.kernels.select import Policy, Selection, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec, form_groups
 from metainfer.models.arch import Arch
+from metainfer.planner.graphs import decode_graphs
 from metainfer.planner.memory import (
     DTYPE_BYTES,
     RESERVE_PART,
@@ -143,7 +144,7 @@ class _Resolver:
         self.ledger.record(
             "limits.mixed_prefill_tokens",
             mixed,
-            Origin.SEED,
+            Origin.SEED if mixed < step else Origin.DERIVED,
             "bounds how long a prompt can hold up running answers",
         )
         self.ledger.record(
@@ -157,7 +158,13 @@ class _Resolver:
             max_waiting=4096,
         )
 
-    def requests(self, dtype: str, limits: Limits) -> tuple[OpRequest, ...]:
+    def page_tokens(self) -> int:
+        """Decided before kernels are, since they have conditions on it."""
+        return self.number(
+            "page_tokens", "kv_groups", self.seeds.page_tokens, "seed, a power of two", Origin.SEED
+        )
+
+    def requests(self, dtype: str, limits: Limits, page_tokens: int) -> tuple[OpRequest, ...]:
         schemes = self.schemes()
         decoding = 1 if self.intent.goal == "latency" else min(8, limits.max_running)
         typical = {  # phase -> (tokens, rows that need logits)
@@ -168,7 +175,9 @@ class _Resolver:
         return tuple(
             request
             for phase in PHASES
-            for request in self.arch.op_requests(phase, *typical[phase], dtype, schemes)
+            for request in self.arch.op_requests(
+                phase, *typical[phase], dtype, schemes, page_tokens
+            )
         )
 
     def schemes(self) -> Mapping[str, tuple[str, ...]]:
@@ -205,13 +214,15 @@ class _Resolver:
             )
 
     def cache(
-        self, dtype: str, limits: Limits, kv_layout: str, weights: list[LedgerRow]
+        self,
+        dtype: str,
+        limits: Limits,
+        kv_layout: str,
+        weights: list[LedgerRow],
+        page_tokens: int,
     ) -> tuple[tuple[GroupSpec, ...], CacheBudget, LedgerRow]:
-        page = self.number(
-            "page_tokens", "kv_groups", self.seeds.page_tokens, "seed, a power of two", Origin.SEED
-        )
         specs = self.arch.cache_specs(DTYPE_BYTES[dtype], kv_layout)
-        groups = form_groups(specs, page_tokens=page)
+        groups = form_groups(specs, page_tokens=page_tokens)
         transient = LedgerRow(
             item=f"activations of {limits.step_tokens} tokens",
             kind="transient",
@@ -231,6 +242,14 @@ class _Resolver:
             "kv_tokens", sized.tokens, Origin.DERIVED, f"limited by {sized.limited_by}"
         )
         return groups, sized, transient
+
+    def graph_buckets(self, selection: Selection, running: int) -> tuple[int, ...]:
+        chosen = decode_graphs(selection, self.facts.device.kind, running)
+        origin = Origin.SEED if chosen.buckets else Origin.DERIVED
+        self.ledger.record(
+            "graph_buckets", chosen.buckets or "none", origin, chosen.why, chosen.losers
+        )
+        return chosen.buckets
 
     def threads(self, source: Origin) -> int:
         cores = self.facts.host.usable_cores
@@ -304,12 +323,13 @@ def resolve(
     ledger, arch = resolver.ledger, model.arch
     dtype = resolver.dtype()
     limits = resolver.limits()
-    selection = select(registry, resolver.requests(dtype, limits), facts, policy)
+    page = resolver.page_tokens()
+    selection = select(registry, resolver.requests(dtype, limits, page), facts, policy)
     resolver.record_selection(selection)
     layouts = selection.bundle.layouts
     weight_layout = registry.layout(layouts["weight"])
     weights = weight_rows(arch, weight_layout, model.scheme_of, dtype)
-    groups, sized, transient = resolver.cache(dtype, limits, layouts["kv"], weights)
+    groups, sized, transient = resolver.cache(dtype, limits, layouts["kv"], weights, page)
     threads = resolver.threads(source)
     ledger.record(
         "prefix_cache", intent.prefix_cache, intent.origin("prefix_cache"), "reuse of prefixes"
@@ -347,6 +367,7 @@ def resolve(
             )
             for c in selection.bundle.choices
         },
+        graph_buckets=resolver.graph_buckets(selection, limits.max_running),
         limits=limits,
         ledger=(*weights, *kv_rows(sized.sizes, sized.tokens), transient),
         decisions=ledger.freeze(),
@@ -360,7 +381,8 @@ def choose(
 ) -> Selection:
     """The kernels alone, for a machine that cannot hold the rest. Raises as `resolve`."""
     resolver = _Resolver(intent, model, facts)
-    return select(registry, resolver.requests(resolver.dtype(), resolver.limits()), facts, policy)
+    dtype, limits, page = resolver.dtype(), resolver.limits(), resolver.page_tokens()
+    return select(registry, resolver.requests(dtype, limits, page), facts, policy)
 
 
 def _group_plan(group: GroupSpec, sizes: CacheSizes) -> GroupPlan:

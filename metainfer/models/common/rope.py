@@ -1,40 +1,20 @@
-"""Which rotary embedding a checkpoint asks for. A description; tables are built in ``ops/rope``.
+"""Reading of the rotary keys of a checkpoint's config into `ops.rope.spec.RopeSpec`. No torch.
 
 Both spellings are read: ``rope_theta`` with ``rope_scaling``, and the newer ``rope_parameters``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from metainfer.core.errors import ModelError
 from metainfer.models.common.config import ConfigReader
-
-KNOWN = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """`rotary_dim` of each head's `head_dim` are rotated; the rest passes through.
-
-    `kind` is one of `KNOWN`; `parameters` are the scaling's own numbers under their config names.
-    `max_positions` is the length that the table must cover.
-    """
-
-    theta: float
-    rotary_dim: int
-    kind: str = "default"
-    parameters: Mapping[str, object] = field(default_factory=dict)
-    max_positions: int
-    interleaved: bool = False
+from metainfer.ops.rope.spec import TYPES, RopeSpec
 
 
 def read_rope(reader: ConfigReader, *, head_dim: int, max_positions: int) -> RopeSpec:
     """Read the rope keys of a text model.
 
     Raises:
-        ModelError: an unknown scaling kind.
+        ModelError: an unknown scaling type.
     """
     newer = reader.mapping("rope_parameters")
     older = reader.mapping("rope_scaling")
@@ -45,16 +25,15 @@ def read_rope(reader: ConfigReader, *, head_dim: int, max_positions: int) -> Rop
     table.pop("type", None)
     theta = float(table.pop("rope_theta", theta))  # type: ignore[arg-type]
     partial = float(table.pop("partial_rotary_factor", partial))  # type: ignore[arg-type]
-    if kind not in KNOWN:
+    if kind not in TYPES:
         raise ModelError(
             f"rotary scaling {kind!r} is not supported.",
-            f"Supported: {', '.join(KNOWN)}.",
+            f"Supported: {', '.join(TYPES)}.",
             code="unsupported_config",
         )
     return RopeSpec(
+        rotated=int(head_dim * partial),
         theta=theta,
-        rotary_dim=int(head_dim * partial),
-        kind=kind,
-        parameters=table,
-        max_positions=max_positions,
+        context=max_positions,
+        scaling={**table, "rope_type": kind},
     )

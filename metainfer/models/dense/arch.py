@@ -17,7 +17,8 @@ from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.spec import CacheSpec, GroupKind
 from metainfer.models.arch import WeightSpec
 from metainfer.models.common.config import ConfigReader, token_ids
-from metainfer.models.common.rope import RopeSpec, read_rope
+from metainfer.models.common.rope import read_rope
+from metainfer.ops.rope.spec import RopeSpec
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _QKV_BIAS_ALWAYS = ("qwen2",)
@@ -144,6 +145,7 @@ class DenseArch:
         logit_rows: int,
         dtype: str,
         schemes: Mapping[str, tuple[str, ...]],
+        page_tokens: int,
     ) -> tuple[OpRequest, ...]:
         def ask(
             op: str, shape: Mapping[str, int], count: int, *semantics: str, site: str = ""
@@ -166,13 +168,14 @@ class DenseArch:
             ask("embed", {"n": self.vocab_size, **width}, 1),
             ask("rmsnorm", width, 1 + (2 * layers if self.qk_norm else 0)),
             ask("add_rmsnorm", width, 2 * layers),
-            ask("rope", {**heads, "rotated": self.rope.rotary_dim}, layers),
-            ask("kv_write", heads, layers),
+            ask("rope", {**heads, "rotated": self.rope.rotated}, layers, *self._rope_needs()),
+            ask("kv_write", {**heads, "page": page_tokens}, layers),
             ask("swiglu", {"f": self.ffn}, layers),
             ask("sample", {"v": self.vocab_size, "rows": logit_rows}, 1),
         ]
         seqs = rows if phase in (Phase.DECODE, Phase.VERIFY) else 1
-        span = {**heads, "seqs": seqs, "context": min(self.max_context, TYPICAL_CONTEXT)}
+        context = min(self.max_context, TYPICAL_CONTEXT)
+        span = {**heads, "page": page_tokens, "seqs": seqs, "context": context}
         windowed = max(self.windows)
         if windowed:
             span["window"] = windowed
@@ -185,6 +188,14 @@ class DenseArch:
             count = layers if spec.layer >= 0 else 1
             found.append(ask("linear", shape, count, *bias, site=spec.site))
         return tuple(found)
+
+    def _rope_needs(self) -> list[str]:
+        """What `rope` must honour beyond rotating whole heads by halves."""
+        needs = {
+            "interleaved": self.rope.interleaved,
+            "partial": self.rope.rotated < self.head_dim,
+        }
+        return [name for name, needed in needs.items() if needed]
 
     def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:
         """Residual, normed input, the widest pair of intermediates, and float32 logits twice."""

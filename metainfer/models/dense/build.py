@@ -9,7 +9,7 @@ import torch
 from metainfer.models.dense.arch import DenseArch
 from metainfer.models.dense.model import DenseModel
 from metainfer.ops.linear.packed import PackedWeight
-from metainfer.ops.rope.tables import RopeSpec, cos_sin
+from metainfer.ops.rope.tables import cos_sin
 
 
 def build(
@@ -21,11 +21,5 @@ def build(
     device: torch.device,
 ) -> DenseModel:
     """`packed` and `plain` by `WeightSpec.name`; the rotary table covers `max_positions`."""
-    rope = RopeSpec(
-        rotated=arch.rope.rotary_dim,
-        theta=arch.rope.theta,
-        context=arch.rope.max_positions,
-        scaling={**arch.rope.parameters, "rope_type": arch.rope.kind},
-    )
-    table = cos_sin(rope, max_positions).to(device)  # [M, R] float32
+    table = cos_sin(arch.rope, max_positions).to(device)  # [M, R] float32
     return DenseModel(arch, packed, plain, table)

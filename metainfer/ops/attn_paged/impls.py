@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from metainfer.core.step import Phase
-from metainfer.core.verdict import ACCEPT, Verdict
+from metainfer.core.verdict import Verdict
 from metainfer.kernels.conditions import at_most, custom, multiple_of, one_of, shared_memory
 from metainfer.kernels.cost import attention_operations, attention_traffic, extent, roofline, width
 from metainfer.kernels.impl import Condition, Context, Impl
@@ -29,11 +29,6 @@ def _group(context: Context) -> int:
     return hq // hkv if hkv and hq % hkv == 0 else 0
 
 
-def _pages(context: Context) -> Verdict:
-    """A page size, where the request names one, for which the kernel is instantiated."""
-    return ACCEPT if "page" not in context.request.shape else _PAGE_SIZES(context)
-
-
 def _fits(tiles: Callable[[tuple[int, int] | None], tuple[Tile, ...]]) -> Condition:
     """Every tile of the card fits the card's shared memory at this head width and element size."""
 
@@ -48,7 +43,7 @@ def _fits(tiles: Callable[[tuple[int, int] | None], tuple[Tile, ...]]) -> Condit
 
 _PAGE_SIZES = one_of("page", (16, 32, 64))
 _GROUPS = custom("shape", lambda c: 1 <= _group(c) <= 16, "Hq / Hkv must be whole, at most 16")
-_TRITON = (*TRITON, one_of("d", HEAD_DIMS), _pages, _GROUPS)
+_TRITON = (*TRITON, one_of("d", HEAD_DIMS), _PAGE_SIZES, _GROUPS)
 
 IMPLS = (
     Impl(

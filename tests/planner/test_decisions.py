@@ -1,0 +1,93 @@
+"""What the resolver decides for a card that is not here, and what it writes down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from metainfer.core.errors import RefusedError
+from metainfer.core.intent import Intent
+from metainfer.core.ledger import Decision, Origin
+from metainfer.core.step import Phase
+from metainfer.kernels.audit import target_facts
+from metainfer.kernels.impl import Evidence
+from metainfer.kernels.select import Policy
+from metainfer.models.registry import random_config, read_arch
+from metainfer.ops.catalog import builtin_registry
+from metainfer.planner.opening import open_model
+from metainfer.planner.resolve import Resolved, resolve
+from metainfer.platform.facts import Facts
+
+MODEL = open_model("random:qwen3-8b?layers=2").facts
+REGISTRY = builtin_registry()
+
+
+def card() -> Facts:
+    facts = target_facts("sm_120", {"triton": "3.7.1", "torch": "2.13.0"})
+    device = replace(facts.device, memory_bytes=96 << 30, read_bytes_s=1.5e12)
+    return replace(facts, devices=(device,))
+
+
+def resolved(without: tuple[str, ...] = (), **intent: Any) -> Resolved:
+    policy = Policy(
+        min_evidence=Evidence.NONE, pins=intent.get("ops", {}), allow_fallback=frozenset({"all"})
+    )
+    wish = Intent(model="random:qwen3-8b?layers=2", **intent)
+    return resolve(wish, MODEL, card(), REGISTRY.without(*without), policy)
+
+
+def decision(plan: Resolved, key: str) -> Decision:
+    (found,) = [d for d in plan.plan.decisions if d.key == key]
+    return found
+
+
+def test_b08_the_page_is_decided_before_the_kernels_that_have_conditions_on_it() -> None:
+    usual = resolved()
+    assert usual.plan.ops["attn_paged@decode"].impl == "attn_paged/triton-split"
+    odd = resolved(page_tokens=48)
+    assert odd.plan.ops["attn_paged@decode"].impl == "attn_paged/torch"
+    lost = {loser.value: loser.reasons for loser in decision(odd, "ops.attn_paged@decode").losers}
+    assert [r.message for r in lost["triton-split"]] == ["page is 48; instantiated for 16, 32, 64"]
+    with pytest.raises(RefusedError, match="page is 48"):
+        resolved(page_tokens=48, ops={"attn_paged": "triton"})
+    for plan in (usual, odd):
+        asked = [c.request for c in plan.selection.bundle.choices]
+        pages = {r.shape["page"] for r in asked if r.op in ("attn_paged", "kv_write")}
+        assert pages == {plan.plan.kv_groups[0].page_tokens}
+
+
+def test_rope_is_asked_for_what_the_model_needs() -> None:
+    config = random_config("tiny-llama", {})
+
+    def needs(**rope: object) -> frozenset[str]:
+        arch = read_arch({**config, **rope}, "test")
+        (asked,) = [
+            r for r in arch.op_requests(Phase.DECODE, 1, 1, "float32", {}, 16) if r.op == "rope"
+        ]
+        return asked.semantics
+
+    assert needs() == frozenset()
+    assert needs(partial_rotary_factor=0.5) == {"partial"}
+
+
+def test_decode_graphs_are_a_decision_and_what_prevents_them_shows() -> None:
+    """Law 1: decode that runs op by op on a card says which kernels cannot be captured."""
+    plan = resolved(concurrency=6)
+    assert plan.plan.graph_buckets == (6, 4, 2, 1)
+    assert decision(plan, "graph_buckets").origin is Origin.SEED
+    eager = resolved(without=("kv_write/triton",), concurrency=6)
+    assert eager.plan.graph_buckets == ()
+    (loser,) = decision(eager, "graph_buckets").losers
+    assert [reason.message for reason in loser.reasons] == [
+        "kv_write/torch at kv_write cannot be captured"
+    ]
+
+
+def test_a_bound_that_the_step_sets_is_derived() -> None:
+    key = "limits.mixed_prefill_tokens"
+    assert decision(resolved(), key).origin is Origin.SEED
+    short = resolved(chunk_tokens=100, concurrency=4)
+    assert short.plan.limits.mixed_prefill_tokens == 100
+    assert decision(short, key).origin is Origin.DERIVED
