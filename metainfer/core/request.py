@@ -94,7 +94,6 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One sequence to generate. `request_id` is unique among live requests.
 
     `priority`: lower runs first. `cache_salt` separates tenants in the prefix cache.
-    `arrival_s` is on the scheduler's clock and set by it when left at 0.
     """
 
     request_id: str
@@ -103,4 +102,3 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
-    arrival_s: float = 0.0
