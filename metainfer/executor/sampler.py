@@ -30,7 +30,6 @@ SCORED_ROWS = 128
 class _Row:
     """One row of logits that draws a token."""
 
-    run: int
     state: SlotState
     index: int  # how many draws came before, over the request's life
     generated: int  # tokens generated before this one
@@ -47,14 +46,14 @@ def finish_runs(
     rows: list[_Row] = []
     picks: list[int] = []
     at = 0
-    for number, run in enumerate(runs):
+    for run in runs:
         state = table.states[run.slot]
         if run.samples:
             first = at + run.logits - 1 - run.drafts
             for offset in range(1 + run.drafts):
                 picks.append(first + offset)
                 done = len(state.tokens) - state.prompt_len + offset
-                rows.append(_Row(number, state, state.sampled + offset, done))
+                rows.append(_Row(state, state.sampled + offset, done))
         at += run.logits
     drawn = logits
     if len(picks) != logits.shape[0]:

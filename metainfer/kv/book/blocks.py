@@ -14,7 +14,7 @@ from collections import OrderedDict
 from metainfer.core.errors import InternalError
 
 NULL_PAGE = 0
-"""Never handed out: rows of padding tokens are written here, given-back table entries read 0."""
+"""Never handed out: padding rows read it, given-back table entries name it. Nothing is written."""
 
 
 class PagePool:

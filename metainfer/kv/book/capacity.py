@@ -14,7 +14,7 @@ class CacheSizes:
     """What one KV domain owns: the account's and the store's common measure.
 
     `pages[g]`: rows of group g's page tensor, page 0 included, which is never handed out (padding
-    tokens write there); 0 for state groups. `snapshots[g]`: places for copies of state group g.
+    rows read it); 0 for state groups. `snapshots[g]`: places for copies of state group g.
     `slots`: sequences that run at once; domain d has the slot ids from ``d * slots`` on.
     """
 
