@@ -8,6 +8,7 @@ plan's table.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ from metainfer.kv.book.spec import GroupSpec
 from metainfer.kv.store.pools import KVStore
 
 CPU_LIMIT_TOKENS = 16
+MOST_OPEN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class LocalExecutor:
         self._parts = parts
         self._slots = SlotTable(parts.groups, parts.slots, parts.max_context, parts.vocab)
         self._graphs: DecodeGraphs | None = None
+        self._open: deque[StepResult] = deque()
 
     def warm(self, on_bucket: Callable[[str], None] = lambda name: None) -> None:
         """Run every phase, a chunk that ends at the advertised context, and capture the graphs.
@@ -92,13 +95,27 @@ class LocalExecutor:
                 on_bucket(f"decode graph of {bucket}")
                 self._graphs.capture(bucket)
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and return what it drew.
+    def submit(self, plan: StepPlan) -> None:
+        """Run one plan; its result waits for `collect`. At most two are open.
 
         Raises:
-            InternalError: the plan contradicts what this executor holds.
+            InternalError: the plan contradicts what this executor holds, or three are open.
         """
+        if len(self._open) >= MOST_OPEN:
+            raise InternalError("three plans are open")
+        self._open.append(self._run(plan))
+
+    def collect(self) -> StepResult:
+        """The result of the oldest open plan."""
+        return self._open.popleft()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """`submit` and `collect` in one call."""
+        self.submit(plan)
+        return self.collect()
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
         if plan.moves:
             raise InternalError("this executor holds no slot state, the plan moves some")
@@ -115,7 +132,8 @@ class LocalExecutor:
         return {"weights": self._parts.weight_bytes, "kv": self._parts.store.nbytes}
 
     def close(self) -> None:
-        """Drop graphs before the memory they point into."""
+        """Drop open results, and graphs before the memory they point into."""
+        self._open.clear()
         self._graphs = None
 
     def _segment(self, segment: Segment) -> list[RunResult]:

@@ -22,19 +22,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from metainfer.core.step import StepPlan, StepResult
-from metainfer.kv.book.capacity import CacheSizes
 
 
 class Executor(Protocol):
-    """A device, or several that act as one. One thread calls it."""
-
-    def start(self, sizes: CacheSizes) -> None:
-        """Allocate the caches and become ready: nothing is left to compile afterwards.
-
-        Raises:
-            UserError: the sizes do not fit, or a kernel is refused.
-        """
-        ...
+    """A device, or several that act as one, allocated and warmed up. One thread calls it."""
 
     def submit(self, plan: StepPlan) -> None:
         """Queue one plan. At most two are open; the second may contain `PENDING` tokens."""
