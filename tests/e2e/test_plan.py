@@ -137,7 +137,7 @@ class TestConfig:
         assert word in str(raised.value)
 
     def test_untouched_config_passes(self, tmp_path: Path) -> None:
-        open_model(str(self.folder(tmp_path)))
+        assert open_model(str(self.folder(tmp_path))).arch.family == "llama"
 
 
 @pytest.mark.parametrize("reference", ["random:nonsense", "random:tiny-llama?layers=0", "random:"])
