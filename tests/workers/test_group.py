@@ -87,4 +87,6 @@ def test_a_failing_constructor_closes_those_made() -> None:
 
 
 def test_workers_without_a_close_are_fine() -> None:
-    InprocGroup([object()]).close()
+    log: list[str] = []
+    InprocGroup([Worker(0, log), object()]).close()
+    assert log == ["close 0"]
