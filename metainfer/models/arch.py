@@ -21,7 +21,8 @@ class WeightSpec:
 
     `site`: the op site that reads it. `tensors`: canonical names in order, `rows` the N of each.
     `bias`: names likewise, empty for none. `shape`: (N, K) after concatenation, or (width,).
-    `layer`: -1 outside the layers.
+    `layer`: -1 outside the layers. `role`: whose layout packs it, ``weight`` or ``experts``.
+    `dtype`: what a plain weight is kept in; empty for the model's own.
     """
 
     name: str
@@ -31,6 +32,8 @@ class WeightSpec:
     bias: tuple[str, ...] = ()
     layer: int = -1
     rows: tuple[int, ...] = ()
+    role: str = "weight"
+    dtype: str = ""
 
     def tensor_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each of `tensors`."""
@@ -63,8 +66,13 @@ class Arch(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
-    def cache_specs(self, dtype_bytes: int, layout: str) -> tuple[CacheSpec, ...]:
-        """One description per layer that owns a cache."""
+    @property
+    def page_unit(self) -> int:
+        """Tokens that a cache page must hold a multiple of."""
+        ...
+
+    def cache_specs(self, dtype: str, layouts: Mapping[str, str]) -> tuple[CacheSpec, ...]:
+        """One description per cache, layer by layer; `layouts` gives each role its layout id."""
         ...
 
     def packed_weights(self) -> tuple[WeightSpec, ...]:
@@ -72,7 +80,7 @@ class Arch(Protocol):
         ...
 
     def plain_weights(self) -> tuple[WeightSpec, ...]:
-        """Vectors kept as they are (norms), in the activation type."""
+        """Small tensors kept as they are (norms), in the activation type or their own."""
         ...
 
     def op_requests(

@@ -18,12 +18,14 @@ from metainfer.models.arch import Arch
 @dataclass(frozen=True, slots=True)
 class Family:
     """`read_arch`: ``module:function`` of config -> Arch. `build`: of (arch, weights ...) -> model.
-    `random`: ``module:function`` of nothing -> {name: config} for ``random:`` references."""
+    `random`: ``module:function`` of nothing -> {name: config} for ``random:`` references.
+    `with_layers`: of (config, layers) -> config, where a config lists things per layer."""
 
     model_types: tuple[str, ...]
     read_arch: str
     build: str
     random: str
+    with_layers: str = ""
 
 
 FAMILIES = (
@@ -32,6 +34,13 @@ FAMILIES = (
         "metainfer.models.dense.arch:read_arch",
         "metainfer.models.dense.build:build",
         "metainfer.models.dense.shapes:random_configs",
+    ),
+    Family(
+        ("deepseek_v4",),
+        "metainfer.models.deepseek_v4.arch:read_arch",
+        "metainfer.models.deepseek_v4.build:build",
+        "metainfer.models.deepseek_v4.shapes:random_configs",
+        with_layers="metainfer.models.deepseek_v4.shapes:with_layers",
     ),
 )
 
@@ -80,7 +89,7 @@ def random_config(name: str, params: Mapping[str, str]) -> dict[str, object]:
     config = dict(shapes[name])
     for key, value in params.items():
         if key == "layers" and value.isdigit() and int(value) > 0:
-            config["num_hidden_layers"] = int(value)
+            config = _cut(config, int(value))
         elif key != "seed" or not value.isdigit():
             raise ModelError(
                 f"random:{name} does not understand {key}={value!r}.",
@@ -88,3 +97,12 @@ def random_config(name: str, params: Mapping[str, str]) -> dict[str, object]:
                 code="bad_model_reference",
             )
     return config
+
+
+def _cut(config: dict[str, object], layers: int) -> dict[str, object]:
+    reference = family_of(config, "random").with_layers
+    if not reference:
+        return {**config, "num_hidden_layers": layers}
+    cut: Callable[..., Any] = resolve_attribute(reference)
+    result: dict[str, object] = cut(config, layers)
+    return result
