@@ -16,40 +16,37 @@ import time
 from metainfer.core.request import Request, SamplingParams
 from metainfer.executor.null import NullDevice
 from metainfer.kv.book.capacity import CacheSizes
+from metainfer.kv.book.form import plain
 from metainfer.kv.book.manager import KVManager
 from metainfer.kv.book.spec import CacheSpec, GroupKind, Rewind, form_groups
 from metainfer.scheduler.config import SchedulerConfig
 from metainfer.scheduler.scheduler import Scheduler
 
 PAGE = 64
+BYTE = plain("bench", 1, "uint8")
 
 
 def specs(shape: str) -> tuple[CacheSpec, ...]:
     """Cache descriptions: one paged group, or the groups of a compressed hybrid."""
-    kv = CacheSpec(layer=0, name="kv", kind=GroupKind.PAGED, layout="bench", entry_bytes=1)
+    kv = CacheSpec(layer=0, name="kv", kind=GroupKind.PAGED, form=BYTE)
     if shape == "dense":
         return (kv,)
     return (
-        CacheSpec(
-            layer=0, name="csa", kind=GroupKind.PAGED, layout="b", entry_bytes=1, tokens_per_entry=4
-        ),
+        CacheSpec(layer=0, name="csa", kind=GroupKind.PAGED, form=BYTE, tokens_per_entry=4),
         CacheSpec(
             layer=1,
             name="hca",
             kind=GroupKind.PAGED,
-            layout="b",
-            entry_bytes=1,
+            form=BYTE,
             tokens_per_entry=64,
         ),
-        CacheSpec(
-            layer=2, name="swa", kind=GroupKind.WINDOW, layout="b", entry_bytes=1, window=128
-        ),
+        CacheSpec(layer=2, name="swa", kind=GroupKind.WINDOW, form=BYTE, window=128),
         CacheSpec(
             layer=3,
             name="online",
             kind=GroupKind.STATE,
-            layout="b",
-            state_bytes=1,
+            form=BYTE,
+            rows=1,
             rewind=Rewind.SNAPSHOT,
         ),
     )

@@ -43,7 +43,8 @@ class LayoutPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
-    """One KV group as the executor allocates it. Bytes are per domain."""
+    """One KV group as the executor allocates it. Bytes are per domain; `slots` counts the line that
+    belongs to padding."""
 
     name: str
     kind: str
@@ -54,10 +55,12 @@ class GroupPlan:
     slots: int = 0
     slot_bytes: int = 0
     snapshots: int = 0
+    snapshot_bytes: int = 0
 
     @property
     def allocated_bytes(self) -> int:
-        return self.pages * self.page_bytes + (self.slots + self.snapshots) * self.slot_bytes
+        held = self.slots * self.slot_bytes + self.snapshots * self.snapshot_bytes
+        return self.pages * self.page_bytes + held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

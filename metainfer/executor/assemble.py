@@ -6,14 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from metainfer.core.errors import InternalError
 from metainfer.executor.loading import Progress, TensorSource, load_weights
 from metainfer.executor.local import LocalExecutor, LocalParts
 from metainfer.kernels.impl import resolve_attribute
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.table import OpTable, Trace
 from metainfer.kv.store.pools import KVStore
-from metainfer.models.dense.arch import DenseArch
 from metainfer.models.registry import family_of
 from metainfer.planner.resolve import Resolved
 
@@ -41,8 +39,6 @@ def assemble(
         ModelError: the checkpoint does not fit its config.
     """
     plan, arch = resolved.plan, resolved.arch
-    if not isinstance(arch, DenseArch):  # ADR 0006 says what other families change here
-        raise InternalError(f"no cache tensors are built for {type(arch).__name__}")
     dtype = DTYPES[plan.model.dtype]
     if device.type == "cpu":
         torch.set_num_threads(plan.threads)
@@ -59,14 +55,7 @@ def assemble(
         device=device,
     )
     phase("cache")
-    store = KVStore(
-        resolved.groups,
-        resolved.sizes.pages,
-        kv_heads=arch.kv_heads,
-        head_dim=arch.head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    store = KVStore(resolved.sizes, device)
     ops = OpTable(resolved.selection, trace)
     return LocalExecutor(
         LocalParts(

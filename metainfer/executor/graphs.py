@@ -17,6 +17,7 @@ import torch
 from metainfer.core.step import Phase
 from metainfer.executor.inputs import HostInputs
 from metainfer.executor.transfer import staged, to_device
+from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.models.common.inputs import GroupInputs, SegmentInputs
 
 if TYPE_CHECKING:
@@ -82,15 +83,7 @@ class DecodeGraphs:
 
     def _buffers(self, bucket: int) -> SegmentInputs:
         parts, device = self._parts, self._parts.device
-        groups = tuple(
-            GroupInputs(
-                torch.zeros(
-                    (bucket, group.pages_for(parts.max_context)), dtype=torch.int32, device=device
-                ),
-                torch.full((bucket,), -1, dtype=torch.int64, device=device),
-            )
-            for group in parts.groups
-        )
+        groups = tuple(self._group(group, bucket) for group in parts.groups)
         return SegmentInputs(
             torch.zeros(bucket, dtype=torch.int64, device=device),
             torch.zeros(bucket, dtype=torch.int64, device=device),
@@ -100,16 +93,27 @@ class DecodeGraphs:
             None,
         )
 
+    def _group(self, group: GroupSpec, bucket: int) -> GroupInputs:
+        device, state = self._parts.device, group.kind is GroupKind.STATE
+        pad = self._parts.slots if state else -1
+        slots = torch.full((bucket,), pad, dtype=torch.int64, device=device)
+        if state:
+            return GroupInputs(None, slots)
+        width = group.pages_for(self._parts.max_context)
+        return GroupInputs(torch.zeros((bucket, width), dtype=torch.int32, device=device), slots)
+
 
 def _fill(inputs: SegmentInputs, host: HostInputs) -> None:
     """Copy a step into a bucket's buffers; what is beyond it becomes padding."""
     _copy(inputs.ids, host.ids, 0)
     _copy(inputs.positions, host.positions, 0)
     _copy(inputs.context_lens, host.context_lens, 1)
-    for buffers, table, slots in zip(inputs.groups, host.page_tables, host.slots, strict=True):
-        _copy(buffers.slots, slots, -1)
-        # What is right of the table stays from earlier steps: beyond each context, never read.
-        _copy(buffers.page_table[:, : table.shape[1]], table, 0)
+    listed = zip(inputs.groups, host.page_tables, host.slots, host.pads, strict=True)
+    for buffers, table, slots, pad in listed:
+        _copy(buffers.slots, slots, pad)
+        if table is not None:
+            # What is right of the table stays from earlier steps: beyond each context, never read.
+            _copy(buffers.pages[:, : table.shape[1]], table, 0)
 
 
 def _copy(target: torch.Tensor, source: npt.NDArray[Any], padding: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from metainfer.core.step import PENDING, RankTokens, TokenRun
 from metainfer.executor.slots import SlotTable
 from metainfer.executor.transfer import to_device
-from metainfer.kv.book.spec import GroupSpec
+from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.models.common.inputs import GroupInputs, SegmentInputs
 
 Ints = npt.NDArray[np.int64]
@@ -23,15 +23,17 @@ Ints = npt.NDArray[np.int64]
 class HostInputs:
     """A segment as numpy arrays; `SegmentInputs` says what each means.
 
-    Padding tokens have id 0, position 0 and slot -1, and belong to no sequence.
+    Padding tokens have id 0, position 0 and slot -1, and belong to no sequence. `pads`: what a
+    missing token or sequence has in each of `slots` (the spare line of a slot state, else -1).
     """
 
     ids: Ints
     positions: Ints
     query_start: npt.NDArray[np.int32]
     context_lens: npt.NDArray[np.int32]
-    page_tables: list[npt.NDArray[np.int32]]
+    page_tables: list[npt.NDArray[np.int32] | None]
     slots: list[Ints]
+    pads: list[int]
     logit_rows: Ints
 
     def to(self, device: torch.device) -> SegmentInputs:
@@ -41,7 +43,7 @@ class HostInputs:
             return to_device(array, device)
 
         groups = tuple(
-            GroupInputs(move(table), move(slots))
+            GroupInputs(None if table is None else move(table), move(slots))
             for table, slots in zip(self.page_tables, self.slots, strict=True)
         )
         return SegmentInputs(
@@ -75,15 +77,19 @@ def build(rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec]) -> Ho
     token_slot = np.repeat(slot_of, lengths)
     contexts = (starts + lengths).astype(np.int32)
     longest = int(contexts.max(initial=1))
-    tables, slots = [], []
+    tables: list[npt.NDArray[np.int32] | None] = []
+    slots, pads = [], []
     for group, pages in zip(groups, table.page_tables, strict=True):
-        width = group.pages_for(longest)
-        tables.append(np.ascontiguousarray(pages[slot_of, :width]))
+        if group.kind is GroupKind.STATE:
+            tables.append(None)
+            slots.append(slot_of)
+            pads.append(table.slots)
+            continue
+        tables.append(np.ascontiguousarray(pages[slot_of, : group.pages_for(longest)]))
         entry = np.full(total, -1, np.int64)
-        size = group.page_tokens
-        page = pages[token_slot, positions[:real] // size].astype(np.int64)
-        entry[:real] = np.where(page >= 0, page * size + positions[:real] % size, -1)
+        entry[:real] = _entries(group, pages, token_slot, positions[:real])
         slots.append(entry)
+        pads.append(-1)
     return HostInputs(
         _ids(runs, table, total),
         positions,
@@ -91,8 +97,19 @@ def build(rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec]) -> Ho
         contexts,
         tables,
         slots,
+        pads,
         _logit_rows(runs, query_start),
     )
+
+
+def _entries(
+    group: GroupSpec, pages: npt.NDArray[np.int32], token_slot: Ints, positions: Ints
+) -> Ints:
+    """Where each token writes: its own entry, or the compressed one that it closes; else -1."""
+    span, ratio = group.page_tokens, group.tokens_per_entry
+    page = pages[token_slot, positions // span].astype(np.int64)
+    place = page * group.page_entries + positions % span // ratio
+    return np.where((page >= 0) & ((positions + 1) % ratio == 0), place, -1)
 
 
 def _ids(runs: Sequence[TokenRun], table: SlotTable, total: int) -> Ints:

@@ -34,7 +34,7 @@ from metainfer.executor.inputs import build
 from metainfer.executor.sampler import finish_runs
 from metainfer.executor.slots import SlotTable
 from metainfer.kernels.table import OpTable
-from metainfer.kv.book.spec import GroupSpec
+from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.pools import KVStore
 
 CPU_LIMIT_TOKENS = 16
@@ -117,10 +117,9 @@ class LocalExecutor:
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
-        if plan.moves:
-            raise InternalError("this executor holds no slot state, the plan moves some")
         self._slots.apply(plan)
         self._parts.store.copy_pages(plan.copies)
+        self._parts.store.move_states(plan.moves)
         results: list[RunResult] = []
         for segment in plan.segments:
             results += self._segment(segment)
@@ -166,6 +165,7 @@ class LocalExecutor:
             PageGrant(slot, group.index, 0, (0,) * group.pages_for(start + length))
             for slot, (start, length) in zip(slots, runs, strict=True)
             for group in parts.groups
+            if group.kind is not GroupKind.STATE
         )
         tokens = tuple(
             TokenRun(slot, start, (0,) * length, 1, 0, True)

@@ -33,12 +33,13 @@ class SlotState:
 
 
 class SlotTable:
-    """Per-slot page tables (one [slots, W] array per group) and request states."""
+    """Per-slot page tables (one [slots, W] per group, W = 0 for states) and request states."""
 
     def __init__(
         self, groups: Sequence[GroupSpec], slots: int, max_context: int, vocab: int
     ) -> None:
         self._vocab = vocab
+        self.slots = slots
         self.states: dict[int, SlotState] = {}
         self.page_tables: list[npt.NDArray[np.int32]] = [
             np.full((slots, group.pages_for(max_context)), -1, dtype=np.int32) for group in groups

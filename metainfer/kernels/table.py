@@ -28,7 +28,25 @@ OPS = (
     "kv_write",
     "attn_paged",
     "sample",
+    "linear_f32",
+    "swiglu_clamp",
+    "hyper_pre",
+    "hyper_mix",
+    "hyper_head",
+    "latent_qkv",
+    "compress",
+    "compress_index",
+    "index_query",
+    "index_select",
+    "attn_sparse",
+    "out_group",
+    "moe_route",
+    "moe_route_hash",
+    "moe_experts",
 )
+
+BY_WEIGHT = ("linear", "linear_f32")
+"""Ops whose implementation is looked up by the weight's site."""
 
 # Op signatures are in ops/README.md; tensors cannot be named in a room without torch.
 Function = Callable[..., Any]
@@ -87,6 +105,21 @@ class PhaseOps:
     kv_write: Function
     attn_paged: Function
     sample: Function
+    linear_f32: Function
+    swiglu_clamp: Function
+    hyper_pre: Function
+    hyper_mix: Function
+    hyper_head: Function
+    latent_qkv: Function
+    compress: Function
+    compress_index: Function
+    index_query: Function
+    index_select: Function
+    attn_sparse: Function
+    out_group: Function
+    moe_route: Function
+    moe_route_hash: Function
+    moe_experts: Function
 
     def __init__(self, phase: Phase, functions: Mapping[str, tuple[Choice, Function]]) -> None:
         self.phase = phase
@@ -112,7 +145,7 @@ class PhaseOps:
         return self._impls[site]
 
     def _attribute(self, op: str, sites: list[str]) -> Function:
-        if op == "linear":
+        if op in BY_WEIGHT:
             return _by_site({site: self._sites[site] for site in sites})
         if op in sites:
             return self._sites[op]

@@ -96,6 +96,10 @@ class Arch(Protocol):
         logits; `schemes`: site -> storage schemes; `page_tokens`: tokens of a cache page."""
         ...
 
+    def table_bytes(self, positions: int) -> int:
+        """Bytes of the position tables that the model keeps beside its weights."""
+        ...
+
     def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:
         """Most transient bytes alive at once in a step of that many rows."""
         ...

@@ -21,6 +21,9 @@ from metainfer.models.arch import Arch
 RESERVE_PART = 0.08
 """Share of device memory left to the framework's context and fragmentation (seed)."""
 
+SNAPSHOT_PART = 1 / 16
+"""Share of the cache that snapshots of slot states may take (seed)."""
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -75,20 +78,21 @@ def size_cache(
         for group in groups
     ]
     full = sum(pages * group.page_bytes for pages, group in zip(wanted, groups, strict=True))
-    states = sum(running * group.slot_bytes for group in groups)
+    states = sum((running + 1) * group.slot_bytes for group in groups)
+    places = _snapshot_places(groups, context * running, budget_bytes)
+    states += sum(count * group.snapshot_bytes for count, group in zip(places, groups, strict=True))
     limited_by = "concurrency times context"
     pages = wanted
     if full + states > budget_bytes:
         limited_by = "memory"
         part = max(0.0, (budget_bytes - states) / full)
-        pages = [
-            int(count * part) if group.kind is not GroupKind.STATE else 0
-            for count, group in zip(wanted, groups, strict=True)
-        ]
-    sizes = CacheSizes(groups=tuple(groups), pages=tuple(pages), slots=running)
+        pages = [int(count * part) for count in wanted]
+    sizes = CacheSizes(
+        groups=tuple(groups), pages=tuple(pages), snapshots=tuple(places), slots=running
+    )
     reach = longest(sizes)
     if reach < context:
-        one = sum(
+        one = states + sum(
             steady_pages(group, tokens=context, slots=1, step_tokens=step_tokens) * group.page_bytes
             for group in groups
         )
@@ -103,14 +107,27 @@ def size_cache(
     return CacheBudget(sizes, _spread_tokens(sizes), limited_by)
 
 
+def _snapshot_places(groups: Sequence[GroupSpec], tokens: int, budget_bytes: int) -> list[int]:
+    """Places for snapshots: one for each position of `tokens` cached tokens at which a hit may
+    start, within `SNAPSHOT_PART` of the cache. Groups that need none have none."""
+    each = sum(group.snapshot_bytes for group in groups if group.snapshot_tokens)
+    most = int(budget_bytes * SNAPSHOT_PART) // each if each else 0
+    return [
+        min(most, tokens // group.snapshot_tokens) if group.snapshot_tokens else 0
+        for group in groups
+    ]
+
+
 def kv_rows(sizes: CacheSizes, tokens: int) -> list[LedgerRow]:
-    """One row per group: allocated, and what `tokens` cached tokens need of it."""
+    """One row per group: allocated, and what `tokens` cached tokens (a window of each slot, the
+    rows of each slot) need of it."""
     rows = []
     for group in sizes.groups:
-        allocated = sizes.pages[group.index] * group.page_bytes + sizes.slots * group.slot_bytes
-        logical = tokens // group.tokens_per_entry * group.entry_bytes * len(group.layers)
-        if group.kind is not GroupKind.PAGED:
-            logical = allocated
+        logical = sizes.slots * group.slot_bytes
+        if group.kind is not GroupKind.STATE:
+            held = tokens if group.kind is GroupKind.PAGED else sizes.slots * group.window
+            logical = held // group.tokens_per_entry * group.form.bytes * len(group.layers)
+        allocated = sizes.group_bytes(group)
         rows.append(LedgerRow(item=group.name, kind="kv", bytes=allocated, logical_bytes=logical))
     return rows
 

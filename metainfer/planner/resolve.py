@@ -159,10 +159,22 @@ class _Resolver:
         )
 
     def page_tokens(self) -> int:
-        """Decided before kernels are, since they have conditions on it."""
-        return self.number(
-            "page_tokens", "kv_groups", self.seeds.page_tokens, "seed, a power of two", Origin.SEED
-        )
+        """Decided before kernels are, since they have conditions on it.
+
+        A page holds whole compressed entries; two of the longest where the seed holds none.
+        """
+        unit, seed = self.arch.page_unit, self.seeds.page_tokens
+        why = "seed, a power of two"
+        if seed % unit:
+            seed, why = 2 * unit, f"two units of {unit} tokens, in which every ratio closes"
+        page = self.number("page_tokens", "kv_groups", seed, why, Origin.SEED)
+        if page % unit:
+            raise UsageError(
+                f"a page of {page} tokens cuts compressed entries of this model.",
+                f"Use a multiple of {unit}.",
+                code="bad_page",
+            )
+        return page
 
     def requests(self, dtype: str, limits: Limits, page_tokens: int) -> tuple[OpRequest, ...]:
         schemes = self.schemes()
@@ -217,11 +229,11 @@ class _Resolver:
         self,
         dtype: str,
         limits: Limits,
-        kv_layout: str,
+        layouts: Mapping[str, str],
         weights: list[LedgerRow],
         page_tokens: int,
     ) -> tuple[tuple[GroupSpec, ...], CacheBudget, LedgerRow]:
-        specs = self.arch.cache_specs(DTYPE_BYTES[dtype], kv_layout)
+        specs = self.arch.cache_specs(dtype, layouts)
         groups = form_groups(specs, page_tokens=page_tokens)
         transient = LedgerRow(
             item=f"activations of {limits.step_tokens} tokens",
@@ -329,7 +341,7 @@ def resolve(
     layouts = selection.bundle.layouts
     weight_layout = registry.layout(layouts["weight"])
     weights = weight_rows(arch, weight_layout, model.scheme_of, dtype)
-    groups, sized, transient = resolver.cache(dtype, limits, layouts["kv"], weights, page)
+    groups, sized, transient = resolver.cache(dtype, limits, layouts, weights, page)
     threads = resolver.threads(source)
     ledger.record(
         "prefix_cache", intent.prefix_cache, intent.origin("prefix_cache"), "reuse of prefixes"
@@ -389,11 +401,12 @@ def _group_plan(group: GroupSpec, sizes: CacheSizes) -> GroupPlan:
     return GroupPlan(
         name=group.name,
         kind=group.kind.value,
-        layout=group.layout,
+        layout=group.form.layout,
         pages=sizes.pages[group.index],
         page_tokens=group.page_tokens,
         page_bytes=group.page_bytes,
-        slots=sizes.slots if group.slot_bytes else 0,
+        slots=sizes.slots + 1 if group.slot_bytes else 0,
         slot_bytes=group.slot_bytes,
         snapshots=sizes.places(group.index),
+        snapshot_bytes=group.snapshot_bytes if group.slot_bytes else 0,
     )

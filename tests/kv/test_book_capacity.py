@@ -15,21 +15,22 @@ from metainfer.kv.book.capacity import (
     most_running,
     steady_pages,
 )
+from metainfer.kv.book.form import plain
 from metainfer.kv.book.manager import KVManager
 from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, form_groups, hit_grid
 
 
 def groups(window: int = 10, ratio: int = 4, page: int = 8) -> tuple[GroupSpec, ...]:
     def make(kind: GroupKind, name: str, **more: int) -> CacheSpec:
-        fields = {"layer": 0, "entry_bytes": 2} | more
-        return CacheSpec(name=name, kind=kind, layout="l", **fields)  # type: ignore[arg-type]
+        form = plain("l", more.pop("bytes", 2), "uint8")
+        return CacheSpec(layer=0, name=name, kind=kind, form=form, **more)  # type: ignore[arg-type]
 
     return form_groups(
         (
             make(GroupKind.PAGED, "kv"),
             make(GroupKind.PAGED, "c", tokens_per_entry=ratio),
             make(GroupKind.WINDOW, "swa", window=window),
-            make(GroupKind.STATE, "s", entry_bytes=0, state_bytes=64),
+            make(GroupKind.STATE, "s", bytes=64, rows=1),
         ),
         page_tokens=page,
     )
@@ -89,7 +90,7 @@ def test_b21_slots_limit_running_sequences() -> None:
 
 def test_b20_bytes_follow_the_groups() -> None:
     case = sizes(3, 5, 7)
-    assert case.bytes() == 3 * 16 + 5 * 4 + 7 * 16 + 4 * 64
+    assert case.bytes() == 3 * 16 + 5 * 4 + 7 * 16 + (4 + 1) * 64
     assert replace(case, slots=5).bytes() - case.bytes() == 64
 
 

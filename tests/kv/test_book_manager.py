@@ -12,12 +12,14 @@ from metainfer.core.verdict import Verdict
 from metainfer.kv.book import audit
 from metainfer.kv.book.blocks import PagePool
 from metainfer.kv.book.capacity import CacheSizes
+from metainfer.kv.book.form import plain
 from metainfer.kv.book.manager import Account, KVManager
 from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, Rewind, form_groups
 
 
 def spec(kind: GroupKind, name: str, **more: object) -> CacheSpec:
-    fields = {"layer": 0, "layout": "l", "entry_bytes": 2} | more
+    form = plain("l", int(str(more.pop("bytes", 2))), "uint8")
+    fields = {"layer": 0, "form": form} | more
     return CacheSpec(name=name, kind=kind, **fields)  # type: ignore[arg-type]
 
 
@@ -66,7 +68,7 @@ def mixed_blocks() -> tuple[GroupSpec, ...]:
         spec(GroupKind.PAGED, "a"),
         spec(GroupKind.WINDOW, "swa", window=100),
         spec(GroupKind.PAGED, "c"),
-        spec(GroupKind.STATE, "s", entry_bytes=0, state_bytes=8, rewind=Rewind.SNAPSHOT),
+        spec(GroupKind.STATE, "s", bytes=8, rows=1, rewind=Rewind.SNAPSHOT),
     )
     groups = form_groups(specs, page_tokens=64)
     return (

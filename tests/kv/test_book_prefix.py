@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from metainfer.kv.book.capacity import CacheSizes
+from metainfer.kv.book.form import plain
 from metainfer.kv.book.manager import KVManager
 from metainfer.kv.book.prefix import Prefix, digests, page_key, root
 from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, form_groups
 
 
 def group(page: int = 8, **changes: object) -> GroupSpec:
-    spec = CacheSpec(layer=0, name="kv", kind=GroupKind.PAGED, layout="l", entry_bytes=2)
+    spec = CacheSpec(layer=0, name="kv", kind=GroupKind.PAGED, form=plain("l", 2, "uint8"))
     return replace(form_groups((spec,), page_tokens=page)[0], **changes)  # type: ignore[arg-type]
 
 
@@ -43,7 +44,9 @@ def test_b27_physical_page_does_not_matter() -> None:
     assert len(keys) == 1
 
 
-@pytest.mark.parametrize("change", [{"name": "index"}, {"layout": "fp8"}, {"page_tokens": 4}])
+@pytest.mark.parametrize(
+    "change", [{"name": "index"}, {"form": plain("fp8", 2, "uint8")}, {"page_tokens": 4}]
+)
 def test_b27_group_layout_and_span_are_in_the_key(change: dict[str, object]) -> None:
     digest = Prefix([1] * 8, 8).at(8)
     assert page_key(digest, group()) != page_key(digest, group(**{"page": 8, **change}))  # type: ignore[arg-type]

@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 
 from metainfer.core.errors import ModelError
-from metainfer.kv.book.spec import GroupKind, Rewind, form_groups
-from metainfer.models.deepseek_v4.arch import (
-    IndexFormat,
-    LatentFormat,
-    bytes_per_sequence,
-    bytes_per_token,
-    read_arch,
-)
+from metainfer.kv.book.spec import CacheSpec, GroupKind, Rewind, form_groups
+from metainfer.models.deepseek_v4.arch import LayerKind
+from metainfer.models.deepseek_v4.caches import bytes_per_sequence, bytes_per_token, page_unit
+from metainfer.models.deepseek_v4.config import read_arch
 
 MILLION = 1_048_576
 
@@ -82,59 +78,70 @@ def released(**changes: Any) -> dict[str, Any]:
 
 def test_layer_mix() -> None:
     arch = read_arch(released())
-    assert [arch.ratios.count(ratio) for ratio in (0, 4, 128)] == [2, 21, 20]
-    assert arch.ratios[2] == arch.ratios[42] == 4 and arch.ratios[3] == arch.ratios[41] == 128
+    assert [arch.count(kind) for kind in LayerKind] == [2, 21, 20]
+    assert arch.ratio(2) == arch.ratio(42) == 4 and arch.ratio(3) == arch.ratio(41) == 128
     assert arch.scale == 512**-0.5 and arch.eos_token_ids == (1,)
+    assert arch.yarn is not None
     assert (arch.yarn.factor, arch.yarn.original, arch.draft_layers) == (16.0, 65536, 1)
+
+
+def caches(latent: str, index: str, dtype: str = "bfloat16") -> tuple[CacheSpec, ...]:
+    return read_arch(released()).cache_specs(dtype, {"kv": latent, "index": index})
 
 
 @pytest.mark.parametrize(
     ("latent", "index", "per_token", "total"),
     [
-        (LatentFormat.BF16, IndexFormat.BF16, "6880", 7.220e9),
-        (LatentFormat.FP8, IndexFormat.FP8, "3850.25", 4.040e9),
-        (LatentFormat.FP8, IndexFormat.FP4, "3514.25", 3_688_172_544),
-        (LatentFormat.NVFP4, IndexFormat.FP4, "2433", 2.553e9),
+        ("latent@1", "index@1", "6880", 7.220e9),
+        ("latent-fp8@1", "index-fp8@1", "3850.25", 4.040e9),
+        ("latent-fp8@1", "index-fp4@1", "3514.25", 3_688_172_544),
     ],
 )
 def test_bytes_are_those_of_the_tables(
-    latent: LatentFormat, index: IndexFormat, per_token: str, total: float
+    latent: str, index: str, per_token: str, total: float
 ) -> None:
-    specs = read_arch(released()).cache_specs(latent, index, "v4")
+    specs = caches(latent, index)
     assert bytes_per_token(specs) == Fraction(per_token)
     whole = bytes_per_token(specs) * MILLION + bytes_per_sequence(specs)[0]
     assert float(whole) == pytest.approx(total, abs=0 if isinstance(total, int) else 1e6)
 
 
 def test_bytes_of_a_sequence() -> None:
-    specs = read_arch(released()).cache_specs(LatentFormat.FP8, IndexFormat.FP8, "v4")
-    window, rows = bytes_per_sequence(specs)
+    """Rings of 8 more rows than the windows need: what rejected drafts may overwrite."""
+    window, rows = bytes_per_sequence(caches("latent-fp8@1", "index-fp8@1"))
     assert window == 43 * 128 * 584 == 3_214_336
-    assert rows == 21 * (64 + 16) * 1024 + 20 * 512 * 1024  # 12.2 MB
+    csa = 16 * 2 * (1024 + 256) * 4
+    assert rows == 21 * csa + 20 * 136 * 2 * 512 * 4
 
 
 def test_groups_of_the_book() -> None:
-    specs = read_arch(released()).cache_specs(LatentFormat.FP8, IndexFormat.FP4, "v4")
+    specs = caches("latent-fp8@1", "index-fp4@1")
     groups = {group.name: group for group in form_groups(specs, page_tokens=256)}
     sizes = {
-        name: (len(group.layers), group.page_entries, group.entry_bytes or group.state_bytes)
+        name: (len(group.layers), group.page_tokens, group.page_entries, group.form.bytes)
         for name, group in groups.items()
         if group.kind is not GroupKind.STATE
     }
     assert sizes == {
-        "latent-window128": (43, 256, 584),
-        "latent-1of4": (21, 64, 584),
-        "latent-1of128": (20, 2, 584),
-        "index-1of4": (21, 64, 68),
+        "local-window128": (43, 64, 64, 584),
+        "entries-1of4": (21, 256, 64, 584),
+        "entries-1of128": (20, 256, 2, 584),
+        "index-1of4": (21, 256, 64, 68),
     }
-    states = [group for group in form_groups(specs, page_tokens=256) if group.slot_bytes]
-    assert sorted((len(g.layers), g.state_bytes, g.clean_tokens) for g in states) == [
-        (20, 512 * 1024, 128),
-        (21, 16 * 1024, 0),
-        (21, 64 * 1024, 0),
+    states = [group for group in groups.values() if group.kind is GroupKind.STATE]
+    assert sorted((len(g.layers), g.rows, g.snapshot_rows, g.clean_tokens) for g in states) == [
+        (20, 136, 0, 128),
+        (21, 16, 4, 0),
+        (21, 16, 4, 0),
     ]
-    assert {group.rewind for group in states} == {Rewind.SNAPSHOT}
+    assert {(g.rewind, g.ring_tokens) for g in states} == {(Rewind.CURSOR, 8)}
     assert {bool(group.snapshot_tokens) for group in states} == {True, False}
+    assert page_unit(read_arch(released())) == 128
+
+
+def test_rows_are_as_wide_as_the_model() -> None:
+    stored = {spec.form.stored for spec in caches("latent@1", "index@1", "float64")}
+    assert stored == {"float64"}
 
 
 @pytest.mark.parametrize("key", sorted(set(released()) - {

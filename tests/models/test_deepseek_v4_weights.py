@@ -8,7 +8,7 @@ import pytest
 
 from metainfer.core.errors import ModelError
 from metainfer.models.arch import WeightSpec
-from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
+from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch, LayerKind
 from metainfer.models.deepseek_v4.weights import packed_weights, plain_weights
 from metainfer.models.registry import random_config, read_arch
 
@@ -124,8 +124,8 @@ def test_totals_are_the_published_ones() -> None:
 @pytest.mark.parametrize(("layers", "hashed"), [("1", 1), ("2", 2), ("12", 3), ("45", 3)])
 def test_random_models_of_other_depths(layers: str, hashed: int) -> None:
     arch = arch_of("deepseek-v4-flash", layers=layers, seed="3")
-    mix = (*FLASH.ratios, 128, 4)
-    assert arch.ratios == mix[: int(layers)] and arch.hash_layers == hashed
+    mix = (*FLASH.kinds, LayerKind.HCA, LayerKind.CSA)
+    assert arch.kinds == mix[: int(layers)] and arch.hash_layers == hashed
     assert arch_of("tiny-deepseek-v4").layers == 6
     with pytest.raises(ModelError, match="layers"):
         random_config("deepseek-v4-flash", {"layers": "0"})

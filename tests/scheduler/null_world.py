@@ -11,6 +11,7 @@ from metainfer.core.step import RequestOutput, StepPlan
 from metainfer.executor.null import NullCost, NullDevice, straight_line
 from metainfer.kv.book import audit
 from metainfer.kv.book.capacity import CacheSizes
+from metainfer.kv.book.form import plain
 from metainfer.kv.book.manager import KVManager
 from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, Rewind, form_groups
 from metainfer.scheduler.config import SchedulerConfig
@@ -19,21 +20,21 @@ from metainfer.scheduler.scheduler import Scheduler
 VOCAB = 50
 
 
+ENTRY, ROW = plain("test", 8, "uint8"), plain("test", 64, "uint8")
+
+
 def paged(layer: int, ratio: int = 1, name: str = "kv") -> CacheSpec:
     return CacheSpec(
         layer=layer,
         name=name,
         kind=GroupKind.PAGED,
-        layout="test",
-        entry_bytes=8,
+        form=ENTRY,
         tokens_per_entry=ratio,
     )
 
 
 def window(layer: int, tokens: int) -> CacheSpec:
-    return CacheSpec(
-        layer=layer, name="swa", kind=GroupKind.WINDOW, layout="test", entry_bytes=8, window=tokens
-    )
+    return CacheSpec(layer=layer, name="swa", kind=GroupKind.WINDOW, form=ENTRY, window=tokens)
 
 
 def snapshot(layer: int) -> CacheSpec:
@@ -41,8 +42,8 @@ def snapshot(layer: int) -> CacheSpec:
         layer=layer,
         name="online",
         kind=GroupKind.STATE,
-        layout="test",
-        state_bytes=64,
+        form=ROW,
+        rows=1,
         rewind=Rewind.SNAPSHOT,
     )
 
@@ -52,8 +53,8 @@ def cursor(layer: int, *, clean: int = 0, ring: int = 8) -> CacheSpec:
         layer=layer,
         name=f"ring{clean}",
         kind=GroupKind.STATE,
-        layout="test",
-        state_bytes=64,
+        form=ROW,
+        rows=1,
         rewind=Rewind.CURSOR,
         ring_tokens=ring,
         clean_tokens=clean,

@@ -29,12 +29,15 @@ class CacheSizes:
         return self.snapshots[group] if group < len(self.snapshots) else 0
 
     def bytes(self) -> int:
-        """Device bytes of one domain: pages, slot states and snapshots."""
-        total = 0
-        for group in self.groups:
-            total += self.pages[group.index] * group.page_bytes
-            total += (self.slots + self.places(group.index)) * group.slot_bytes
-        return total
+        """Device bytes of one domain: pages, slot states (one more for padding) and snapshots."""
+        return sum(self.group_bytes(group) for group in self.groups)
+
+    def group_bytes(self, group: GroupSpec) -> int:
+        """Device bytes of one group, as the store allocates it."""
+        if group.kind is not GroupKind.STATE:
+            return self.pages[group.index] * group.page_bytes
+        snapshots = self.places(group.index) * group.snapshot_bytes
+        return (self.slots + 1) * group.slot_bytes + snapshots
 
 
 def usable(sizes: CacheSizes, group: GroupSpec) -> int:

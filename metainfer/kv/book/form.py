@@ -71,3 +71,101 @@ def agree(writer: EntryForm, reader: EntryForm, where: str) -> None:
     ]
     if differing:
         raise InternalError(f"{where}: writer and reader differ in {'; '.join(differing)}")
+
+
+def latent_plain(width: int, tail: int, stored: str) -> EntryForm:
+    """``latent@1``: a latent in the model's type."""
+    return plain("latent@1", width, stored, tail=tail)
+
+
+def index_plain(width: int, stored: str) -> EntryForm:
+    """``index@1``: an index key in the model's type, neither mixed nor rounded."""
+    return plain("index@1", width, stored)
+
+
+def latent_fp8(width: int, tail: int) -> EntryForm:
+    """``latent-fp8@1``: e4m3 with a scale byte (e8m0) per group, the rotated tail in bfloat16.
+
+    A group is the largest power of two up to 64 that divides ``width - tail``. Values take
+    ``width + tail`` bytes, scales one byte a group, padded to 8; a page is rounded up to a
+    multiple of the values. DeepSeek-V4 (512, 64): 576 + 8 = 584 bytes.
+    """
+    body = width - tail
+    if body <= 0 or tail < 0:
+        raise InternalError(f"a latent of {width} channels has no room for a tail of {tail}")
+    group = _group(body, 64)
+    scales = -(-(body // group) // 8) * 8
+    return EntryForm(
+        layout="latent-fp8@1",
+        width=width,
+        stored="uint8",
+        bytes=body + 2 * tail + scales,
+        tail=tail,
+        scale="pow2",
+        group=group,
+        page_multiple=body + 2 * tail,
+    )
+
+
+def index_fp4(width: int) -> EntryForm:
+    """``index-fp4@1``: two e2m1 a byte (low nibble: even channel), a scale byte (e8m0) per group.
+
+    A group is the largest power of two up to 32 that divides `width`, which is even. Channels are
+    mixed by the Hadamard matrix first. DeepSeek-V4 (128): 64 + 4 = 68 bytes.
+    """
+    if width <= 0 or width % 2:
+        raise InternalError(f"an index key of {width} channels does not fill whole bytes of e2m1")
+    group = _group(width, 32)
+    return EntryForm(
+        layout="index-fp4@1",
+        width=width,
+        stored="uint8",
+        bytes=width // 2 + width // group,
+        scale="pow2",
+        group=group,
+        hadamard=True,
+    )
+
+
+def index_fp8(width: int) -> EntryForm:
+    """``index-fp8@1``: e4m3 and one float32 scale a key, after the Hadamard matrix.
+
+    DeepSeek-V4 (128): 132 bytes.
+    """
+    if width <= 0:
+        raise InternalError(f"an index key of {width} channels")
+    return EntryForm(
+        layout="index-fp8@1",
+        width=width,
+        stored="uint8",
+        bytes=width + 4,
+        scale="amax",
+        group=width,
+        hadamard=True,
+    )
+
+
+def entry_form(layout: str, width: int, tail: int, stored: str) -> EntryForm:
+    """The form of one entry of `layout`: `stored` is the type of plain ones, `tail` of latents.
+
+    Raises:
+        InternalError: no entries have that layout.
+    """
+    match layout:
+        case "latent@1":
+            return latent_plain(width, tail, stored)
+        case "latent-fp8@1":
+            return latent_fp8(width, tail)
+        case "index@1":
+            return index_plain(width, stored)
+        case "index-fp8@1":
+            return index_fp8(width)
+        case "index-fp4@1":
+            return index_fp4(width)
+        case _:
+            raise InternalError(f"no entries are laid out as {layout}")
+
+
+def _group(channels: int, most: int) -> int:
+    """The largest power of two up to `most` that divides `channels`."""
+    return min(channels & -channels, most)

@@ -296,6 +296,19 @@ class KVManager:
         if length >= account.border:
             self._settle(account)
 
+    def trim(self, account: Account, length: int) -> None:
+        """Give back pages of positions from `length` on: taken for drafts, or for nothing else.
+
+        `length` is at least the confirmed one, so these pages are not shared and not findable.
+        """
+        for i, span in enumerate(self._span):
+            table = account.tables[i]
+            keep = -(-length // span)
+            for page in reversed(table[keep:]):
+                self.pools[i].drop(page)
+            del table[keep:]
+        self._refresh(account)
+
     def free(self, account: Account) -> None:
         """The sequence leaves. Its registered pages stay findable until they are reused."""
         del self.accounts[account.slot]

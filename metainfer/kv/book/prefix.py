@@ -29,7 +29,7 @@ def root(namespace: str, salt: str) -> bytes:
 
 def page_key(digest: bytes, group: GroupSpec) -> bytes:
     """The key under which a store outside this process may keep the page that ends at `digest`."""
-    name, layout = group.name.encode(), group.layout.encode()
+    name, layout = group.name.encode(), group.form.layout.encode()
     head = b"".join(len(part).to_bytes(8, "little") + part for part in (name, layout))
     span = group.page_tokens.to_bytes(8, "little")
     return hashlib.blake2b(head + span + digest, digest_size=DIGEST_BYTES).digest()

@@ -19,10 +19,11 @@ of each state that is not clean.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from metainfer.core.errors import InternalError
+from metainfer.kv.book.form import EntryForm
 
 
 class GroupKind(StrEnum):
@@ -40,21 +41,23 @@ class Rewind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """One layer's cache. `layout` is the identifier that writer and readers must share.
+    """One layer's cache. `form` says what an entry (of a state: a row) is.
 
-    `entry_bytes`: bytes one entry needs; `tokens_per_entry`: 1, or the compression ratio.
-    For `STATE`, `state_bytes` is the size per slot and `entry_bytes` is 0. A layer that borrows
-    (`kv_source`, `index_source`) names the layer whose cache it reads and owns none itself.
+    `tokens_per_entry`: 1, or the compression ratio. `page_tokens`: a page size of its own, 0 for
+    the common one. A `STATE` has `rows` rows per slot; `snapshot_rows` is how many of them, from
+    the end, a hit needs (0: all). A layer that borrows (`kv_source`, `index_source`) names the
+    layer whose cache it reads and owns none itself.
     """
 
     layer: int
-    name: str  # "kv", "index", "compressor" ...
+    name: str  # "kv", "index", "rows" ...
     kind: GroupKind
-    layout: str
-    entry_bytes: int = 0
+    form: EntryForm
     tokens_per_entry: int = 1
     window: int = 0
-    state_bytes: int = 0
+    page_tokens: int = 0
+    rows: int = 0
+    snapshot_rows: int = 0
     rewind: Rewind = Rewind.CURSOR
     ring_tokens: int = 0
     clean_tokens: int = 0
@@ -65,20 +68,15 @@ class CacheSpec:
     def borrows(self) -> bool:
         return self.kv_source is not None or self.index_source is not None
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one slot's rows in this layer."""
+        return self.rows * self.form.bytes
+
     def group_key(self) -> tuple[object, ...]:
         """Layers with equal keys share a group: same pages, same life time."""
-        return (
-            self.kind,
-            self.name,
-            self.layout,
-            self.entry_bytes,
-            self.tokens_per_entry,
-            self.window,
-            self.state_bytes,
-            self.rewind,
-            self.ring_tokens,
-            self.clean_tokens,
-        )
+        own = ("layer", "kv_source", "index_source")
+        return tuple(getattr(self, item.name) for item in fields(self) if item.name not in own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +85,22 @@ class GroupSpec:
 
     `page_tokens`: tokens a page covers (the block that the book hands out). `kernel_page_entries`:
     entries per *physical* page as the kernel walks it; a logical page is a whole number of them.
-    `snapshot_tokens`: for a state without `clean_tokens`, the distance between snapshots.
+    `snapshot_tokens`: for a state without `clean_tokens`, the distance between snapshots. `cache`:
+    the name by which a layer's view is found.
     """
 
     index: int
     name: str
+    cache: str
     kind: GroupKind
-    layout: str
+    form: EntryForm
     layers: tuple[int, ...]
     page_tokens: int = 0
     kernel_page_entries: int = 0
-    entry_bytes: int = 0
     tokens_per_entry: int = 1
     window: int = 0
-    state_bytes: int = 0
+    rows: int = 0
+    snapshot_rows: int = 0
     rewind: Rewind = Rewind.CURSOR
     ring_tokens: int = 0
     snapshot_tokens: int = 0
@@ -113,12 +113,17 @@ class GroupSpec:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers of the group."""
-        return self.page_entries * self.entry_bytes * len(self.layers)
+        return self.form.page_bytes(self.page_entries) * len(self.layers)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot's state over all layers of the group."""
-        return self.state_bytes * len(self.layers)
+        return self.rows * self.form.bytes * len(self.layers)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one snapshot over all layers of the group."""
+        return (self.snapshot_rows or self.rows) * self.form.bytes * len(self.layers)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens occupy when none has been given back."""
@@ -140,42 +145,53 @@ def form_groups(
     ratio so that a page holds whole entries.
 
     Raises:
-        InternalError: `page_tokens` is not a multiple of some group's `tokens_per_entry`.
+        InternalError: a page is not a multiple of its group's `tokens_per_entry`, or snapshots of
+            part of a ring would not stand at one place.
     """
     by_key: dict[tuple[object, ...], list[CacheSpec]] = {}
     for spec in specs:
         if not spec.borrows:
             by_key.setdefault(spec.group_key(), []).append(spec)
-    groups = []
-    for index, members in enumerate(by_key.values()):
-        first = members[0]
-        paged = first.kind is not GroupKind.STATE
-        if paged and page_tokens % first.tokens_per_entry:
-            raise InternalError(
-                f"page of {page_tokens} tokens holds no whole number of {first.name} entries "
-                f"(one per {first.tokens_per_entry} tokens)"
-            )
-        needs_snapshots = first.kind is GroupKind.STATE and not first.clean_tokens
-        groups.append(
-            GroupSpec(
-                index=index,
-                name=_group_name(first),
-                kind=first.kind,
-                layout=first.layout,
-                layers=tuple(spec.layer for spec in members),
-                page_tokens=page_tokens if paged else 0,
-                kernel_page_entries=page_tokens // first.tokens_per_entry if paged else 0,
-                entry_bytes=first.entry_bytes,
-                tokens_per_entry=first.tokens_per_entry,
-                window=first.window,
-                state_bytes=first.state_bytes,
-                rewind=first.rewind,
-                ring_tokens=first.ring_tokens,
-                snapshot_tokens=(snapshot_tokens or page_tokens) if needs_snapshots else 0,
-                clean_tokens=first.clean_tokens,
-            )
+    return tuple(
+        _group(index, members, page_tokens, snapshot_tokens or page_tokens)
+        for index, members in enumerate(by_key.values())
+    )
+
+
+def _group(
+    index: int, members: list[CacheSpec], page_tokens: int, snapshot_tokens: int
+) -> GroupSpec:
+    first = members[0]
+    paged = first.kind is not GroupKind.STATE
+    page = (first.page_tokens or page_tokens) if paged else 0
+    if page % first.tokens_per_entry:
+        raise InternalError(
+            f"page of {page} tokens holds no whole number of {first.name} entries "
+            f"(one per {first.tokens_per_entry} tokens)"
         )
-    return tuple(groups)
+    snapshots = 0 if paged or first.clean_tokens else snapshot_tokens
+    if snapshots and first.snapshot_rows and snapshots % first.rows:
+        raise InternalError(
+            f"snapshots every {snapshots} tokens cut a ring of {first.rows} {first.name}"
+        )
+    return GroupSpec(
+        index=index,
+        name=_group_name(first),
+        cache=first.name,
+        kind=first.kind,
+        form=first.form,
+        layers=tuple(spec.layer for spec in members),
+        page_tokens=page,
+        kernel_page_entries=page // first.tokens_per_entry,
+        tokens_per_entry=first.tokens_per_entry,
+        window=first.window,
+        rows=first.rows,
+        snapshot_rows=first.snapshot_rows,
+        rewind=first.rewind,
+        ring_tokens=first.ring_tokens,
+        snapshot_tokens=snapshots,
+        clean_tokens=first.clean_tokens,
+    )
 
 
 def hit_grid(groups: tuple[GroupSpec, ...]) -> int:
@@ -189,6 +205,8 @@ def hit_grid(groups: tuple[GroupSpec, ...]) -> int:
 def _group_name(spec: CacheSpec) -> str:
     if spec.kind is GroupKind.WINDOW:
         return f"{spec.name}-window{spec.window}"
+    if spec.kind is GroupKind.STATE and spec.clean_tokens:
+        return f"{spec.name}-by{spec.clean_tokens}"
     if spec.tokens_per_entry > 1:
         return f"{spec.name}-1of{spec.tokens_per_entry}"
     return spec.name

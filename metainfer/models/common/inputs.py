@@ -11,12 +11,20 @@ import torch
 class GroupInputs:
     """How a segment's sequences stand in one KV group.
 
-    `page_table` [S, W] int32 holds page ids (-1 outside the window), `slots` [T] int64 is
-    ``page * page_tokens + offset`` of each token's own entry, -1 for padding.
+    `page_table` [S, W] int32 holds page ids (-1 outside the window); None for a slot state.
+    `slots` int64: [T] ``page * entries + offset`` of the entry that each token writes, -1 where it
+    writes none (padding, and tokens that do not close a compressed entry); for a slot state [S],
+    the line of each sequence.
     """
 
-    page_table: torch.Tensor
+    page_table: torch.Tensor | None
     slots: torch.Tensor
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """The page table of a group that has one."""
+        assert self.page_table is not None
+        return self.page_table
 
 
 @dataclass(slots=True)

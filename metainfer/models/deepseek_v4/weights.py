@@ -16,9 +16,6 @@ from metainfer.models.arch import WeightSpec
 if TYPE_CHECKING:
     from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
 
-CSA = 4
-"""Tokens of one compressed entry in a layer that selects by an index."""
-
 
 @lru_cache(maxsize=8)
 def packed_weights(arch: DeepSeekV4Arch) -> tuple[WeightSpec, ...]:
@@ -64,20 +61,20 @@ def _attention(arch: DeepSeekV4Arch, layer: int) -> list[WeightSpec]:
         matrix("wqkv", "linear.wqkv", [("wq_a", arch.q_rank), ("wkv", arch.head_dim)], hidden),
         matrix("wq_b", "linear.wq_b", [("wq_b", queries)], arch.q_rank),
     ]
-    ratio = arch.ratios[layer]
+    ratio, indexed = arch.ratio(layer), arch.kinds[layer] == "csa"
     if ratio:
-        width = _entry_width(arch, ratio)
+        width = _entry_width(arch, indexed)
         parts = [("compressor.wkv", width), ("compressor.wgate", width)]
-        if ratio == CSA:
+        if indexed:
             key = 2 * arch.index_dim
             parts += [
                 ("indexer.compressor.wkv", key),
                 ("indexer.compressor.wgate", key),
                 ("indexer.weights_proj", arch.index_heads),
             ]
-        site = "linear_f32.csa" if ratio == CSA else "linear_f32.hca"
+        site = "linear_f32.csa" if indexed else "linear_f32.hca"
         found.append(matrix("compress", site, parts, hidden))
-    if ratio == CSA:
+    if indexed:
         rows = arch.index_heads * arch.index_dim
         found.append(matrix("index_q", "linear.index_q", [("indexer.wq_b", rows)], arch.q_rank))
     found.append(matrix("wo_a", "out_group", [("wo_a", groups)], queries // arch.o_groups))
@@ -85,9 +82,9 @@ def _attention(arch: DeepSeekV4Arch, layer: int) -> list[WeightSpec]:
     return found
 
 
-def _entry_width(arch: DeepSeekV4Arch, ratio: int) -> int:
+def _entry_width(arch: DeepSeekV4Arch, overlap: bool) -> int:
     """Channels of a compressor's raw rows: windows that overlap keep two halves."""
-    return arch.head_dim * (2 if ratio == CSA else 1)
+    return arch.head_dim * (2 if overlap else 1)
 
 
 def _experts(arch: DeepSeekV4Arch, layer: int) -> list[WeightSpec]:
@@ -147,13 +144,13 @@ def _small(arch: DeepSeekV4Arch, layer: int) -> list[WeightSpec]:
     add("q_norm", "rmsnorm", "attn.q_norm.weight", (arch.q_rank,))
     add("kv_norm", "latent_qkv", "attn.kv_norm.weight", (arch.head_dim,))
     add("sinks", "attn_sparse", "attn.attn_sink", (arch.heads,), "float32")
-    ratio = arch.ratios[layer]
+    ratio, indexed = arch.ratio(layer), arch.kinds[layer] == "csa"
     if ratio:
-        shape = (ratio, _entry_width(arch, ratio))
+        shape = (ratio, _entry_width(arch, indexed))
         add("ape", "compress", "attn.compressor.ape", shape, "float32")
         norm = "attn.compressor.norm.weight"
         add("compress_norm", "compress", norm, (arch.head_dim,), "float32")
-    if ratio == CSA:
+    if indexed:
         inner = "attn.indexer.compressor"
         add("index_ape", "compress_index", f"{inner}.ape", (ratio, 2 * arch.index_dim), "float32")
         width = (arch.index_dim,)

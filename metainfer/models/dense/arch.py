@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from metainfer.core.errors import ModelError
 from metainfer.core.step import Phase
 from metainfer.kernels.impl import OpRequest
+from metainfer.kv.book.form import plain
 from metainfer.kv.book.spec import CacheSpec, GroupKind
 from metainfer.models.arch import WeightSpec
 from metainfer.models.common.config import ConfigReader, token_ids
@@ -63,16 +64,19 @@ class DenseArch:
             self.kv_heads * self.head_dim,
         )
 
-    def cache_specs(self, dtype_bytes: int, layout: str) -> tuple[CacheSpec, ...]:
+    @property
+    def page_unit(self) -> int:
+        return 1
+
+    def cache_specs(self, dtype: str, layouts: Mapping[str, str]) -> tuple[CacheSpec, ...]:
         """K and V of one token in one layer: ``2 * Hkv * D`` elements."""
-        entry = 2 * self.kv_heads * self.head_dim * dtype_bytes
+        form = plain(layouts["kv"], self.head_dim, dtype, parts=2, heads=self.kv_heads)
         return tuple(
             CacheSpec(
                 layer=layer,
                 name="kv",
                 kind=GroupKind.WINDOW if window else GroupKind.PAGED,
-                layout=layout,
-                entry_bytes=entry,
+                form=form,
                 window=window,
             )
             for layer, window in enumerate(self.windows)
@@ -196,6 +200,10 @@ class DenseArch:
             "partial": self.rope.rotated < self.head_dim,
         }
         return [name for name, needed in needs.items() if needed]
+
+    def table_bytes(self, positions: int) -> int:
+        """The float32 table of cosines and sines."""
+        return positions * self.rope.rotated * 4
 
     def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:
         """Residual, normed input, the widest pair of intermediates, and float32 logits twice."""

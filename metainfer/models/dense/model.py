@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,7 +69,7 @@ class DenseModel:
     def forward(
         self,
         inputs: SegmentInputs,
-        caches: Sequence[PagedLayerCache],
+        caches: Sequence[Mapping[str, Any]],
         ops: PhaseOps,
         stop_layer: int = ALL_LAYERS,
     ) -> torch.Tensor:
@@ -82,7 +83,7 @@ class DenseModel:
         x: torch.Tensor = ops.rmsnorm(residual, self._norm_of(0), eps)
         for index in range(last):
             layer = self.layers[index]
-            y = self._attention(x, layer, caches[index], inputs, ops)
+            y = self._attention(x, layer, caches[index]["kv"], inputs, ops)
             x, residual = ops.add_rmsnorm(y, residual, layer.mlp_norm, eps)
             y = ops.linear(ops.swiglu(ops.linear(x, layer.gate_up)), layer.down)
             x, residual = ops.add_rmsnorm(y, residual, self._norm_of(index + 1), eps)
@@ -119,7 +120,7 @@ class DenseModel:
             q,
             cache.k,
             cache.v,
-            group.page_table,
+            group.pages,
             inputs.query_start,
             inputs.context_lens,
             scale=arch.scale,

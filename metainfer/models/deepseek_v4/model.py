@@ -1,0 +1,215 @@
+"""DeepSeek-V4-Flash, as its technical report writes it.
+
+Shapes: T tokens, N residual streams, D hidden, H query heads, d head width (keys and values are one
+latent), R rotated channels, G output groups, E experts, F expert width, V vocabulary.
+Every computation goes through `ops`, the table of implementations that the plan chose for this
+phase; nothing here knows a device, a dtype, a packing or a cache format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from metainfer.core.step import ALL_LAYERS
+from metainfer.kernels.table import PhaseOps
+from metainfer.models.common.inputs import SegmentInputs
+from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
+from metainfer.models.deepseek_v4.layer import Layer, read_layer
+from metainfer.ops.linear.packed import PackedWeight
+
+Caches = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Hidden:
+    """What the layers leave: `normed` [T, D] for the head, `streams` [T, N, D] for a draft."""
+
+    normed: Tensor
+    streams: Tensor
+
+
+class DeepSeekV4Model:
+    """Holds weights; `forward` runs one segment, `logits` the head."""
+
+    def __init__(
+        self,
+        arch: DeepSeekV4Arch,
+        packed: Mapping[str, PackedWeight],
+        plain: Mapping[str, Tensor],
+        cos_sin: Tensor,
+        compress_cos_sin: Tensor,
+    ) -> None:
+        self.arch = arch
+        self.embed, self.head = packed["embed"], packed["lm_head"]
+        self.norm = plain["norm"]
+        self.collapse = tuple(plain[f"hc_head_{leaf}"] for leaf in ("fn", "base", "scale"))
+        tables = (cos_sin, compress_cos_sin)  # [M, R] float32 each
+        self.layers = [read_layer(arch, i, packed, plain, tables) for i in range(arch.layers)]
+
+    def forward(
+        self,
+        inputs: SegmentInputs,
+        caches: Sequence[Caches],
+        ops: PhaseOps,
+        stop_layer: int = ALL_LAYERS,
+    ) -> Hidden:
+        """Run the layers below `stop_layer`, then collapse the streams and norm."""
+        arch = self.arch
+        last = len(self.layers) if stop_layer == ALL_LAYERS else stop_layer
+        x = ops.embed(inputs.ids, self.embed)  # [T, D]
+        streams = x.unsqueeze(1).repeat(1, arch.streams, 1)  # [T, N, D]
+        for layer, cache in zip(self.layers[:last], caches, strict=False):
+            streams = self.layer(layer, streams, cache, inputs, ops)
+        x = ops.hyper_head(streams, *self.collapse, norm_eps=arch.norm_eps, eps=arch.hyper_eps)
+        return Hidden(ops.rmsnorm(x, self.norm, arch.norm_eps), streams)
+
+    def logits(self, hidden: Hidden, inputs: SegmentInputs, ops: PhaseOps) -> Tensor:
+        """Logits [R, V] of the rows that need them, from `forward`'s result."""
+        rows = hidden.normed if inputs.logit_rows is None else hidden.normed[inputs.logit_rows]
+        logits: Tensor = ops.linear(rows, self.head)
+        return logits
+
+    def layer(
+        self, layer: Layer, streams: Tensor, caches: Caches, inputs: SegmentInputs, ops: PhaseOps
+    ) -> Tensor:
+        """One layer: streams [T, N, D] in and out."""
+        x, post, comb = self._pre(layer.attn_site, streams, ops)
+        y = self._attention(x, layer, caches, inputs, ops)
+        streams = ops.hyper_mix(streams, y, post, comb)
+        x, post, comb = self._pre(layer.ffn_site, streams, ops)
+        y = self._experts(x, layer, inputs, ops)
+        mixed: Tensor = ops.hyper_mix(streams, y, post, comb)
+        return mixed
+
+    def _pre(
+        self, site: tuple[Tensor, ...], streams: Tensor, ops: PhaseOps
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A block's input [T, D], collapsed and normed, and the weights that mix its output."""
+        arch = self.arch
+        found: tuple[Tensor, Tensor, Tensor] = ops.hyper_pre(
+            streams,
+            *site,
+            norm_eps=arch.norm_eps,
+            eps=arch.hyper_eps,
+            iters=arch.sinkhorn_iters,
+        )
+        return found
+
+    def _attention(
+        self, x: Tensor, layer: Layer, caches: Caches, inputs: SegmentInputs, ops: PhaseOps
+    ) -> Tensor:
+        arch, tokens = self.arch, x.shape[0]
+        local, groups = caches["local"], inputs.groups
+        table = layer.cos_sin
+        qr, kv = ops.linear(x, layer.wqkv).split((arch.q_rank, arch.head_dim), dim=-1)
+        qr = ops.at("rmsnorm.q")(qr, layer.q_norm, arch.norm_eps)  # [T, q_rank]
+        q = ops.linear(qr, layer.wq_b).view(tokens, arch.heads, arch.head_dim)
+        q = ops.latent_qkv(
+            q,
+            kv,
+            layer.kv_norm,
+            inputs.positions,
+            table,
+            local,
+            groups[local.group].slots,
+            eps=arch.norm_eps,
+            norm_q=True,
+        )
+        where = (inputs.query_start, inputs.context_lens)
+        entries = caches.get("entries")
+        selected = None
+        if entries is not None:
+            selected = self._compress(x, qr, layer, caches, inputs, ops)
+        o = ops.at(layer.attn_op)(
+            q,
+            local,
+            groups[local.group].pages,
+            entries,
+            None if entries is None else groups[entries.group].pages,
+            selected,
+            layer.sinks,
+            table,
+            inputs.positions,
+            *where,
+            scale=arch.scale,
+            window=arch.window,
+            ratio=layer.ratio,
+        )  # [T, H, d]
+        z = ops.out_group(o, layer.wo_a, groups=arch.o_groups)  # [T, G * o_rank]
+        y: Tensor = ops.linear(z, layer.wo_b)
+        return y
+
+    def _compress(
+        self,
+        x: Tensor,
+        qr: Tensor,
+        layer: Layer,
+        caches: Caches,
+        inputs: SegmentInputs,
+        ops: PhaseOps,
+    ) -> Tensor | None:
+        """Write the entries of windows that close; [T, top_k] entries chosen by the indexer, or
+        None where every visible one is read."""
+        arch, groups = self.arch, inputs.groups
+        assert layer.compress is not None and layer.entry is not None
+        rows = ops.linear_f32(x, layer.compress)  # [T, 2 C (+ 4 C' + heads)]
+        kv, gate, *index = rows.split(layer.compress_rows, dim=-1)
+        where = (inputs.query_start, inputs.context_lens)
+
+        def write(op: Any, kv: Tensor, gate: Tensor, parts: Any, name: str, state: str) -> None:
+            pages, raw = caches[name], caches[state]
+            op(
+                kv,
+                gate,
+                parts.ape,
+                parts.norm,
+                layer.cos_sin,
+                raw,
+                groups[raw.group].slots,
+                pages,
+                groups[pages.group].slots,
+                *where,
+                ratio=layer.ratio,
+                overlap=layer.index is not None,
+                eps=arch.norm_eps,
+            )
+
+        write(ops.at(layer.compress_op), kv, gate, layer.entry, "entries", "rows")
+        if layer.index is None or layer.index_q is None:
+            return None
+        index_kv, index_gate, g = index
+        write(ops.compress_index, index_kv, index_gate, layer.index, "index", "index_rows")
+        keys = caches["index"]
+        q = ops.linear(qr, layer.index_q).view(-1, arch.index_heads, arch.index_dim)
+        q = ops.index_query(q, inputs.positions, layer.cos_sin, keys.form)
+        chosen: Tensor = ops.index_select(
+            q,
+            g,
+            keys,
+            groups[keys.group].pages,
+            inputs.positions,
+            *where,
+            ratio=layer.ratio,
+            top_k=arch.index_topk,
+            scale=arch.index_scale,
+        )
+        return chosen
+
+    def _experts(self, x: Tensor, layer: Layer, inputs: SegmentInputs, ops: PhaseOps) -> Tensor:
+        arch = self.arch
+        if layer.by_token is not None:
+            ids, weights = ops.moe_route_hash(
+                x, layer.gate, layer.by_token, inputs.ids, scale=arch.routed_scale
+            )
+        else:
+            ids, weights = ops.moe_route(
+                x, layer.gate, layer.bias, top_k=arch.experts_per_token, scale=arch.routed_scale
+            )
+        routed: Tensor = ops.moe_experts(x, ids, weights, layer.w13, layer.w2, limit=arch.limit)
+        limit = arch.limit if arch.clamp_shared else 0.0
+        hidden = ops.swiglu_clamp(ops.linear(x, layer.shared13), limit)
+        return routed + ops.linear(hidden, layer.shared2)

@@ -1,0 +1,148 @@
+"""Which ops DeepSeek-V4 uses, where, with which shapes: what the selection is asked. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from metainfer.core.step import Phase
+from metainfer.kernels.impl import OpRequest
+
+if TYPE_CHECKING:
+    from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
+
+TYPICAL_CONTEXT = 4096
+"""Cached tokens per sequence at which candidates are ranked."""
+
+
+def op_requests(
+    arch: DeepSeekV4Arch,
+    phase: Phase,
+    rows: int,
+    logit_rows: int,
+    dtype: str,
+    schemes: Mapping[str, tuple[str, ...]],
+    page_tokens: int,
+) -> tuple[OpRequest, ...]:
+    """Every op use in one phase; arguments as in `models.arch.Arch.op_requests`."""
+    asked = _Requests(arch, phase, rows, dtype, schemes)
+    asked.streams()
+    asked.attention(page_tokens)
+    asked.experts()
+    asked.ends(logit_rows)
+    asked.products(logit_rows)
+    return tuple(asked.found)
+
+
+class _Requests:
+    """Collects the requests of one phase."""
+
+    def __init__(
+        self,
+        arch: DeepSeekV4Arch,
+        phase: Phase,
+        rows: int,
+        dtype: str,
+        schemes: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        self.arch, self.phase, self.rows, self.dtype = arch, phase, rows, dtype
+        self.schemes = schemes
+        self.found: list[OpRequest] = []
+
+    def ask(
+        self, op: str, shape: Mapping[str, int], count: int, *semantics: str, site: str = ""
+    ) -> None:
+        if not count:
+            return
+        site = site or op
+        self.found.append(
+            OpRequest(
+                op,
+                site,
+                self.phase,
+                self.dtype,
+                {"rows": self.rows, **shape},
+                frozenset(semantics),
+                self.schemes.get(site, ()),
+                count,
+            )
+        )
+
+    def streams(self) -> None:
+        arch = self.arch
+        shape = {"n": arch.streams, "d": arch.hidden}
+        self.ask("hyper_pre", shape, 2 * arch.layers)
+        self.ask("hyper_mix", shape, 2 * arch.layers)
+        self.ask("hyper_head", shape, 1)
+
+    def attention(self, page_tokens: int) -> None:
+        arch = self.arch
+        csa, hca = arch.kinds.count("csa"), arch.kinds.count("hca")
+        head = {"hq": arch.heads, "d": arch.head_dim, "rotated": arch.rope_dim}
+        seqs = self.rows if self.phase in (Phase.DECODE, Phase.VERIFY) else 1
+        context = min(arch.max_context, TYPICAL_CONTEXT)
+        span = {**head, "seqs": seqs, "context": context, "window": arch.window}
+        key = {"heads": arch.index_heads, "d": arch.index_dim, "rotated": arch.rope_dim}
+        sparse = {"ratio": arch.csa, "top_k": arch.index_topk, "page": page_tokens // arch.csa}
+        self.ask("rmsnorm", {"d": arch.q_rank}, arch.layers, site="rmsnorm.q")
+        self.ask("latent_qkv", {**head, "page": page_tokens}, arch.layers)
+        for name, ratio, count, overlap in (
+            ("csa", arch.csa, csa, ("overlap",)),
+            ("hca", arch.hca, hca, ()),
+        ):
+            shape = {"seqs": seqs, "d": arch.head_dim, "ratio": ratio, "rotated": arch.rope_dim}
+            self.ask("compress", shape, count, *overlap, site=f"compress.{name}")
+        shape = {"seqs": seqs, "d": arch.index_dim, "ratio": arch.csa, "rotated": arch.rope_dim}
+        self.ask("compress_index", shape, csa, "overlap")
+        self.ask("index_query", key, csa)
+        self.ask("index_select", {**key, **sparse, "seqs": seqs, "context": context}, csa)
+        self.ask("attn_sparse", span, arch.kinds.count("window"), site="attn_sparse.window")
+        self.ask("attn_sparse", {**span, **sparse}, csa, "selected", site="attn_sparse.csa")
+        dense = {"ratio": arch.hca, "page": page_tokens // arch.hca}
+        self.ask("attn_sparse", {**span, **dense}, hca, "entries", site="attn_sparse.hca")
+        group = {**head, "groups": arch.o_groups, "n": arch.o_rank}
+        self.ask("out_group", group, arch.layers)
+
+    def experts(self) -> None:
+        arch = self.arch
+        clamp = ("clamp",) if arch.limit else ()
+        route = {"k": arch.hidden, "e": arch.experts, "top_k": arch.experts_per_token}
+        self.ask("moe_route_hash", route, arch.hash_layers)
+        self.ask("moe_route", route, arch.layers - arch.hash_layers)
+        shape = {
+            "e": arch.experts,
+            "top_k": arch.experts_per_token,
+            "d": arch.hidden,
+            "f": arch.ffn,
+        }
+        schemes = {
+            site: names for site, names in self.schemes.items() if site.startswith("experts.")
+        }
+        self.schemes = {**self.schemes, "moe_experts": tuple(dict.fromkeys(_flat(schemes)))}
+        self.ask("moe_experts", shape, arch.layers, *clamp)
+        shared = clamp if arch.clamp_shared else ()
+        self.ask("swiglu_clamp", {"f": arch.ffn}, arch.layers, *shared)
+
+    def ends(self, logit_rows: int) -> None:
+        arch = self.arch
+        self.ask("embed", {"n": arch.vocab_size, "d": arch.hidden}, 1)
+        self.ask("rmsnorm", {"d": arch.hidden}, 1)
+        self.ask("sample", {"v": arch.vocab_size, "rows": logit_rows}, 1)
+
+    def products(self, logit_rows: int) -> None:
+        """One request for each site of `linear` and `linear_f32`, counted over the layers."""
+        counts: dict[str, int] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for spec in self.arch.packed_weights():
+            counts[spec.site] = counts.get(spec.site, 0) + 1
+            shapes[spec.site] = spec.shape
+        for site, count in counts.items():
+            op = site.partition(".")[0]
+            if op in ("linear", "linear_f32"):
+                n, k = shapes[site]
+                rows = logit_rows if site == "linear.lm_head" else self.rows
+                self.ask(op, {"rows": rows, "n": n, "k": k}, count, site=site)
+
+
+def _flat(schemes: Mapping[str, tuple[str, ...]]) -> list[str]:
+    return [name for names in schemes.values() for name in names]
