@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from metainfer.core.errors import ModelError
+from metainfer.formats.block_codecs import BlockTensor, decode
 from metainfer.formats.schemes import BLOCKS, bytes_per_row, is_quantised
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -80,11 +81,22 @@ def _unsupported(scheme: str, what: str) -> ModelError:
     )
 
 
-def dequantise(raw: RawTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+#: A tensor as a checkpoint holds it: numbers one by one or in ggml's blocks, or block-scaled.
+Stored = RawTensor | BlockTensor
+
+
+def scheme_name(raw: Stored) -> str:
+    """The scheme of `raw`; a block-scaled matrix is called by its format."""
+    return raw.format.name if isinstance(raw, BlockTensor) else raw.scheme
+
+
+def dequantise(raw: Stored, dtype: torch.dtype = torch.float32) -> Tensor:
     """`raw` as a dense tensor of its logical shape; blocks decode in float32, then one cast.
 
-    Raises `ModelError` for schemes other than F32, F16, BF16, Q8_0, Q4_0, Q4_1.
+    Raises `ModelError` for schemes other than F32, F16, BF16, Q8_0, Q4_0, Q4_1 and block formats.
     """
+    if isinstance(raw, BlockTensor):
+        return decode(raw).to(dtype)
     if raw.scheme in _PLAIN:
         return raw.data.to(dtype)
     if raw.scheme not in _DECODERS:

@@ -6,7 +6,9 @@ their type; `Weight` is packed into the layout of the implementation under test.
 
 Judgement: the truth is the reference in float64 on the *rounded* inputs. An implementation's error
 may be `FACTOR` times that of the recipe (what the checkpoint's own code does in that dtype), plus a
-floor of rounding noise, in the two norms of `errors`.
+floor of rounding noise, in the two norms of `errors`. With block-scaled weights there are two
+truths, activations as they are or rounded as the checkpoint's recipe does (``ROUNDED`` of a
+folder's cases: reference and recipe by op); a result must meet one of them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from metainfer.core.step import Phase
-from metainfer.formats.quant import RawTensor
+from metainfer.formats.quant import Stored
 from metainfer.kernels.impl import ALL_PHASES
 
 FACTOR = 1.25
@@ -49,10 +51,12 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight as the checkpoint holds it: parts along N, and a bias in float64."""
+    """A weight as the checkpoint holds it: parts along N, and a bias in float64. `role`: whose
+    layout packs it."""
 
-    raws: tuple[RawTensor, ...]
+    raws: tuple[Stored, ...]
     bias: Tensor | None = None
+    role: str = "weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

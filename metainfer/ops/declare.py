@@ -26,6 +26,13 @@ NATIVE_ON_CPU = (ON_CPU,)
 TRITON = (ON_CUDA, capability((8, 0)), package("triton", (3, 6)))
 
 
+PLAIN = frozenset({"F32", "F16", "BF16"})
+"""Storage schemes of plain numbers."""
+
+DENSE = {"weight": "dense@1"}
+"""Plain matrices in the model's type."""
+
+
 def own_matrix_unit(context: Context) -> Verdict:
     """The device multiplies matrices of the activation type natively (float32: everywhere)."""
     device, dtype = context.facts.device, context.request.dtype

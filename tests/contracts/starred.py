@@ -93,6 +93,8 @@ HEAVY = (
     "ops.*.vendor_*",
     "ops.linear.onednn_layout",
     "ops.linear.packed",
+    "ops.linear.rounding",
+    "ops.moe_experts.layouts",
     "ops.rope.tables",
     "ops.sample.draw",
     "ops.sample.inputs",

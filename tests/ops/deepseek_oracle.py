@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
+from metainfer.ops.linear.packed import PackedWeight
+
 #: float64 against float64, other orders of summation.
 TIGHT = {"rtol": 1e-11, "atol": 1e-12}
 
@@ -104,6 +106,12 @@ def table(module: nn.Module, kind: str, length: int) -> Tensor:
     x = torch.zeros(1, dtype=torch.float64)
     cos, sin = module(x, torch.arange(length)[None], layer_type=kind)
     return torch.cat((cos[0], sin[0]), dim=-1)
+
+
+def packed(weight: Tensor) -> PackedWeight:
+    """A matrix, or a stack of them laid end to end, as the references read it."""
+    flat = weight.detach().flatten(0, -2)
+    return PackedWeight("dense@1", (flat.shape[0], flat.shape[1]), {"weight": flat})
 
 
 def noise(seed: int, *shape: int) -> Tensor:

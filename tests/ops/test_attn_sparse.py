@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from deepseek_oracle import TIGHT, config, filled, lifted, noise, table, theirs
+from deepseek_oracle import TIGHT, config, filled, lifted, noise, packed, table, theirs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from metainfer.ops.activation.ref import swiglu_clamp
 from metainfer.ops.attn_sparse.ref import attn_sparse
 from metainfer.ops.common import rotate_tail
 from metainfer.ops.compress.ref import compress, visible_entries
 from metainfer.ops.hyper.ref import hyper_collapse, hyper_mix, hyper_triplet
 from metainfer.ops.indexer.ref import index_rotate, index_select
-from metainfer.ops.moe_experts.ref import moe_experts, moe_shared
+from metainfer.ops.moe_experts.ref import moe_experts
 from metainfer.ops.moe_route.ref import moe_route
 from metainfer.ops.norm.ref import rmsnorm
 from metainfer.ops.out_group.ref import out_group
@@ -125,8 +126,8 @@ def test_out_group_by_hand(heads: int, groups: int, seed: int) -> None:
     weight = noise(seed + 1, groups, 9, k)
     flat = o.reshape(5, heads * 7)
     want = torch.cat([flat[:, i * k : (i + 1) * k] @ weight[i].T for i in range(groups)], dim=1)
-    torch.testing.assert_close(out_group(o, weight), want, **TIGHT)
-    assert out_group(o[:0], weight).shape == (0, groups * 9)
+    torch.testing.assert_close(out_group(o, packed(weight), groups=groups), want, **TIGHT)
+    assert out_group(o[:0], packed(weight), groups=groups).shape == (0, groups * 9)
 
 
 # ---- transformers: a whole attention block, a whole layer ----------------------------------------
@@ -168,8 +169,7 @@ def attention(module: Any, x: Tensor, turn: Tensor, ratio: int, top_k: int) -> T
         scale=d**-0.5, window=8, ratio=ratio,
     )  # fmt: skip
     groups = module.o_a_proj.n_groups
-    weight = module.o_a_proj.weight
-    return module.o_b_proj(out_group(mixed, weight.view(groups, -1, weight.shape[1])))
+    return module.o_b_proj(out_group(mixed, packed(module.o_a_proj.weight), groups=groups))
 
 
 def causal(count: int, window: int) -> Tensor:
@@ -220,10 +220,10 @@ def test_is_transformers_layer(seed: int) -> None:
                 x, gate.weight, gate.e_score_correction_bias, top_k=2, scale=1.5
             )
             routed = moe_experts(
-                x, ids, weights, experts.gate_up_proj, experts.down_proj, limit=10.0
+                x, ids, weights, packed(experts.gate_up_proj), packed(experts.down_proj), limit=10.0
             )
-            w13 = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
-            return routed + moe_shared(x, w13, shared.down_proj.weight, limit=10.0)
+            both = torch.cat((shared.gate_proj(x), shared.up_proj(x)), dim=-1)
+            return routed + shared.down_proj(swiglu_clamp(both, 10.0))
 
         middle = site(
             layer.attn_hc, streams, layer.input_layernorm,

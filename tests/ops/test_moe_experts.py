@@ -6,12 +6,14 @@ import math
 
 import pytest
 import torch
-from deepseek_oracle import TIGHT, config, filled, lifted, noise, theirs
+from deepseek_oracle import TIGHT, config, filled, lifted, noise, packed, theirs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from metainfer.ops.moe_experts.ref import moe_experts, moe_shared
+from metainfer.ops.activation.ref import swiglu_clamp
+from metainfer.ops.linear.ref import linear
+from metainfer.ops.moe_experts.ref import moe_experts
 
 
 def routing(seed: int, rows: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
@@ -30,7 +32,9 @@ def test_is_transformers_experts(limit: float, seed: int) -> None:
     ids, weights = routing(seed, 21, 8, 2)
     with lifted(), torch.no_grad():
         want = module(x, ids.long(), weights)
-    got = moe_experts(x, ids, weights, module.gate_up_proj, module.down_proj, limit=limit)
+    got = moe_experts(
+        x, ids, weights, packed(module.gate_up_proj), packed(module.down_proj), limit=limit
+    )
     torch.testing.assert_close(got, want, **TIGHT)
 
 
@@ -39,12 +43,13 @@ def test_shared_is_transformers_shared_expert_when_clamped(seed: int) -> None:
     x = noise(seed, 7, 64) * 4
     with lifted(), torch.no_grad():
         want = module(x)
-    w13 = torch.cat((module.gate_proj.weight, module.up_proj.weight))
-    torch.testing.assert_close(
-        moe_shared(x, w13, module.down_proj.weight, limit=0.5), want, **TIGHT
-    )
-    free = moe_shared(x, w13, module.down_proj.weight)
-    assert (free - want).abs().max() > 0.1
+    w13, w2 = torch.cat((module.gate_proj.weight, module.up_proj.weight)), module.down_proj.weight
+
+    def shared(limit: float) -> Tensor:
+        return linear(swiglu_clamp(linear(x, packed(w13)), limit), packed(w2))
+
+    torch.testing.assert_close(shared(0.5), want, **TIGHT)
+    assert (shared(0.0) - want).abs().max() > 0.1
 
 
 def hidden(x: Tensor, w13: Tensor, limit: float) -> list[float]:
@@ -78,19 +83,17 @@ def test_by_hand(
             if e >= 0:
                 h = [weight * v for v in hidden(x[t], w13[e], limit)]
                 want[t] += w2[e] @ torch.tensor(h, dtype=torch.float64)
-    got = moe_experts(x, ids, weights, w13, w2, limit=limit)
+    got = moe_experts(x, ids, weights, packed(w13), packed(w2), limit=limit)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    shared = moe_shared(x, w13[0], w2[0], limit=limit)
+    shared = swiglu_clamp(linear(x, packed(w13[0])), limit)
     for t in range(rows):
         h = torch.tensor(hidden(x[t], w13[0], limit), dtype=torch.float64)
-        torch.testing.assert_close(shared[t], w2[0] @ h, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(shared[t], h, rtol=1e-10, atol=1e-12)
 
 
 def test_the_gate_has_no_lower_clamp() -> None:
     """silu(-20) is not silu(-1)."""
-    w13 = torch.tensor([[1.0], [1.0]], dtype=torch.float64)
-    x = torch.tensor([[-20.0]], dtype=torch.float64)
-    got = moe_shared(x, w13, torch.ones(1, 1, dtype=torch.float64), limit=1.0)
+    got = swiglu_clamp(torch.tensor([[-20.0, -20.0]], dtype=torch.float64), 1.0)
     assert got.item() == pytest.approx(20 / (1 + math.exp(20)), rel=1e-12)
 
 
@@ -102,5 +105,5 @@ def test_experts_without_tokens_are_not_read_and_padded_rows_are_zero(
     w13, w2 = noise(seed + 1, 5, 6, 8), noise(seed + 2, 5, 8, 3)
     w13[[0, 3]], w2[[0, 3]] = float("nan"), float("nan")
     ids = torch.tensor([[1, 4], [2, 1], [-1, -1]], dtype=torch.int32)
-    got = moe_experts(x, ids, torch.ones(3, 2), w13, w2, limit=10.0)
+    got = moe_experts(x, ids, torch.ones(3, 2), packed(w13), packed(w2), limit=10.0)
     assert got[:2].isfinite().all() and torch.equal(got[2], torch.zeros(8).double())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metainfer.ops.activation.ref import swiglu
+from metainfer.ops.activation.ref import swiglu, swiglu_clamp
 from metainfer.ops.case import Case, generator, normal
+from metainfer.ops.common import wide
 
 
 def cases(seed: int) -> list[Case]:
@@ -28,6 +31,25 @@ def recipe(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-CASES = {"swiglu": cases}
-REFERENCES = {"swiglu": swiglu}
-RECIPES = {"swiglu": recipe}
+def clamp_cases(seed: int) -> list[Case]:
+    """Every limit, with values on both sides of it and none (0)."""
+    found = []
+    for limit in (10.0, 0.75, 0.0):
+        for case in cases(seed):
+            name = f"{case.name}-limit{limit:g}"
+            args = (*case.args, limit)
+            found.append(dataclasses.replace(case, op="swiglu_clamp", name=name, args=args))
+    return found
+
+
+def clamp_recipe(gate_up: Tensor, limit: float) -> Tensor:
+    """DeepSeek's expert: float32 from the product to the next one."""
+    gate, up = wide(gate_up).chunk(2, dim=-1)
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+CASES = {"swiglu": cases, "swiglu_clamp": clamp_cases}
+REFERENCES = {"swiglu": swiglu, "swiglu_clamp": swiglu_clamp}
+RECIPES = {"swiglu": recipe, "swiglu_clamp": clamp_recipe}

@@ -1,4 +1,4 @@
-"""Declared implementations of `swiglu`."""
+"""Declared implementations of `swiglu` and `swiglu_clamp`."""
 
 from metainfer.kernels.cost import elementwise, extent
 from metainfer.kernels.impl import Context, Impl
@@ -59,5 +59,25 @@ IMPLS = (
         dtypes=FLOATS,
         graph_safe=True,
         cost=elementwise(_values, launches=5, part=0.2),
+    ),
+    Impl(
+        op="swiglu_clamp",
+        name="torch",
+        load="metainfer.ops.activation.torch_swiglu:swiglu_clamp",
+        provider="torch",
+        dtypes=FLOATS,
+        conditions=(ON_EITHER,),
+        native_when=NATIVE_ON_CPU,
+        graph_safe=True,
+        cost=elementwise(_values, launches=4, part=0.4),
+    ),
+    Impl(
+        op="swiglu_clamp",
+        name="ref",
+        load="metainfer.ops.activation.ref:swiglu_clamp",
+        provider="reference",
+        dtypes=FLOATS,
+        graph_safe=True,
+        cost=elementwise(_values, launches=7, part=0.2),
     ),
 )

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from metainfer.ops.case import Case, generator, normal
 from metainfer.ops.common import wide
-from metainfer.ops.hyper.ref import hyper_collapse, hyper_head, hyper_mix, hyper_triplet, sinkhorn
+from metainfer.ops.hyper.ref import (
+    hyper_collapse,
+    hyper_head,
+    hyper_mix,
+    hyper_pre,
+    hyper_triplet,
+    sinkhorn,
+)
+from metainfer.ops.norm.ref import rmsnorm
 
 #: (rows, N, D, size of the site's scale)
 SIZES = (
@@ -47,6 +55,20 @@ def triplet_cases(seed: int) -> list[Case]:
             )
         )
     return found
+
+
+def pre_cases(seed: int) -> list[Case]:
+    g = generator(seed + 1)
+    return [
+        Case(
+            op="hyper_pre",
+            name=case.name,
+            args=(*case.args, (1 + normal(g, case.shape["d"]) / 4).float()),
+            kwargs=case.kwargs,
+            shape=case.shape,
+        )
+        for case in triplet_cases(seed)
+    ]
 
 
 def head_cases(seed: int) -> list[Case]:
@@ -107,16 +129,41 @@ def mix_recipe(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor
     return (post.unsqueeze(-1) * wide(y).unsqueeze(1) + kept).to(streams.dtype)
 
 
+def pre_recipe(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As published: the collapse is rounded before its norm."""
+    pre, post, comb = hyper_triplet(
+        streams, fn, base, scale, norm_eps=norm_eps, eps=eps, iters=iters
+    )
+    return rmsnorm(collapse_recipe(streams, pre), norm_weight, norm_eps), post, comb
+
+
 CASES = {
+    "hyper_pre": pre_cases,
     "hyper_triplet": triplet_cases,
     "hyper_collapse": collapse_cases,
     "hyper_mix": mix_cases,
     "hyper_head": head_cases,
 }
 REFERENCES = {
+    "hyper_pre": hyper_pre,
     "hyper_triplet": hyper_triplet,
     "hyper_collapse": hyper_collapse,
     "hyper_mix": hyper_mix,
     "hyper_head": hyper_head,
 }
-RECIPES = {**REFERENCES, "hyper_collapse": collapse_recipe, "hyper_mix": mix_recipe}
+RECIPES = {
+    **REFERENCES,
+    "hyper_pre": pre_recipe,
+    "hyper_collapse": collapse_recipe,
+    "hyper_mix": mix_recipe,
+}

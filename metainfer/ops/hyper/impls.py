@@ -23,6 +23,7 @@ IMPLS = tuple(
         cost=elementwise(_streams(copies), launches=launches, part=0.15),
     )
     for op, copies, launches in (
+        ("hyper_pre", 5, 104),
         ("hyper_triplet", 3, 90),
         ("hyper_collapse", 3, 4),
         ("hyper_mix", 5, 6),

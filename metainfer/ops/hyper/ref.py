@@ -6,6 +6,28 @@ import torch
 from torch import Tensor
 
 from metainfer.ops.common import wide
+from metainfer.ops.norm.ref import rmsnorm
+
+
+def hyper_pre(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All that stands before a block: x [T, D] collapsed and normed, post [T, N], comb [T, N, N].
+
+    `norm_weight` [D] is float32; `norm_eps` serves both norms. The rest as in `hyper_triplet`.
+    """
+    pre, post, comb = hyper_triplet(
+        streams, fn, base, scale, norm_eps=norm_eps, eps=eps, iters=iters
+    )
+    return rmsnorm(hyper_collapse(streams, pre), norm_weight, norm_eps), post, comb
 
 
 def hyper_triplet(

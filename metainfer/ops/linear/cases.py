@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from metainfer.formats.quant import RawTensor, quantise
+from metainfer.formats.block_codecs import encode
+from metainfer.formats.blocks import FORMATS
+from metainfer.formats.quant import TORCH_DTYPES, RawTensor, Stored, quantise
 from metainfer.formats.schemes import is_quantised
 from metainfer.ops.case import Case, Weight, generator, normal
 from metainfer.ops.linear.packed import PackedWeight
-from metainfer.ops.linear.ref import linear
+from metainfer.ops.linear.ref import linear, linear_f32, linear_f32_rounded, linear_rounded
 
 
-def stored(values: Tensor, scheme: str) -> RawTensor:
+def stored(values: Tensor, scheme: str) -> Stored:
     """`values` as a checkpoint would hold them."""
+    if scheme in FORMATS:
+        return encode(values.float(), FORMATS[scheme])
     if is_quantised(scheme):
         return quantise(values, scheme)
-    return RawTensor("F32", tuple(values.shape), values.float())
+    return RawTensor(scheme, tuple(values.shape), values.to(TORCH_DTYPES[scheme]))
 
 
 #: (rows, N parts, K, scheme, bias)
@@ -36,10 +42,19 @@ SIZES: tuple[tuple[int, tuple[int, ...], int, str, bool], ...] = (
     (9, (40,), 64, "Q4_1", True),
     (4, (48, 17), 128, "Q4_0", True),
     (33, (32,), 64, "Q4_0", False),
+    (2, (24, 40), 96, "BF16", True),
+    (0, (128,), 128, "fp8_128", False),
+    (1, (256, 128), 384, "fp8_128", True),
+    (5, (40, 24), 96, "fp8_128", False),
+    (3, (130, 60), 200, "fp8_128", True),
+    (2, (64,), 96, "fp8_32", False),
+    (3, (128,), 256, "fp8_128_f32", False),
+    (4, (40, 16), 160, "mxfp4", False),
+    (2, (16, 24), 96, "nvfp4", False),
 )
 
 
-def cases(seed: int) -> list[Case]:
+def cases(seed: int, op: str = "linear") -> list[Case]:
     g = generator(seed)
     found = []
     for rows, parts, k, scheme, biased in SIZES:
@@ -51,7 +66,7 @@ def cases(seed: int) -> list[Case]:
             x[0] = 0  # a padded row
         found.append(
             Case(
-                op="linear",
+                op=op,
                 name=f"{scheme}-{rows}x{'+'.join(map(str, parts))}x{k}{'-bias' * biased}",
                 args=(x, Weight(raws, bias)),
                 shape={"rows": rows, "n": n, "k": k},
@@ -62,7 +77,7 @@ def cases(seed: int) -> list[Case]:
     mixed = (stored(normal(g, 32, 64), "Q8_0"), stored(normal(g, 16, 64), "Q4_1"))
     found.append(
         Case(
-            op="linear",
+            op=op,
             name="mixed-schemes",
             args=(normal(g, 3, 64), Weight(mixed)),
             shape={"rows": 3, "n": 48, "k": 64},
@@ -72,11 +87,25 @@ def cases(seed: int) -> list[Case]:
     return found
 
 
+def cases_f32(seed: int) -> list[Case]:
+    return cases(seed, "linear_f32")
+
+
 def recipe(x: Tensor, weight: PackedWeight) -> Tensor:
     """What `torch.nn.Linear` does in the model's dtype."""
     return F.linear(x, weight.data["weight"].to(x.dtype), weight.bias)
 
 
-CASES = {"linear": cases}
-REFERENCES = {"linear": linear}
-RECIPES = {"linear": recipe}
+def rounded_recipe(x: Tensor, weight: PackedWeight) -> Tensor:
+    """DeepSeek's linear layer on block-scaled weights: the bias comes to the rounded product."""
+    out = linear_f32_rounded(x, dataclasses.replace(weight, bias=None)).to(x.dtype)
+    return out if weight.bias is None else out + weight.bias
+
+
+CASES = {"linear": cases, "linear_f32": cases_f32}
+REFERENCES = {"linear": linear, "linear_f32": linear_f32}
+RECIPES = {"linear": recipe, "linear_f32": linear_f32}
+ROUNDED = {
+    "linear": (linear_rounded, rounded_recipe),
+    "linear_f32": (linear_f32_rounded, linear_f32_rounded),
+}

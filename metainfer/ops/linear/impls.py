@@ -1,24 +1,26 @@
 """Declared implementations of `linear`, and the layouts of packed weights."""
 
 from metainfer.core.verdict import ACCEPT, Verdict
+from metainfer.formats.blocks import FORMATS
 from metainfer.formats.schemes import BLOCKS
 from metainfer.kernels.conditions import package, weight_schemes
 from metainfer.kernels.cost import linear_operations, linear_traffic, roofline, width
 from metainfer.kernels.impl import Context, Impl, Layout, Numerics
 from metainfer.ops.declare import (
     C_ON_CPU,
+    DENSE,
     FLOAT32,
     FLOATS,
     NATIVE_ON_CPU,
     ON_CPU,
     ON_EITHER,
+    PLAIN,
     own_matrix_unit,
 )
 
 BIAS = frozenset({"bias"})
-DENSE = {"weight": "dense@1"}
 BLOCKED = frozenset({"Q8_0", "Q4_0", "Q4_1"})
-DECODED = BLOCKED | {"F32", "F16", "BF16"}
+DECODED = BLOCKED | PLAIN | frozenset(FORMATS)
 
 
 def _own_library(context: Context) -> Verdict:
@@ -71,6 +73,15 @@ def _stored_traffic(context: Context) -> float:
     return linear_traffic(sum(sizes) / len(sizes) if sizes else 4.0)(context)
 
 
+#: Half types are widened first: the weights move three times, twice as wide.
+_widened = roofline(
+    lambda c: linear_traffic()(c) * (1 if width(c) >= 4 else 5),
+    linear_operations,
+    launches=3,
+    part=0.6,
+    element="float32",
+)
+
 # Seeds, from two-core measurements of a 135M model: F.linear reaches a bit over half of what
 # oneDNN's prepacked weights do; streaming 4-bit blocks wins by its bytes, not by its arithmetic.
 IMPLS = (
@@ -121,13 +132,16 @@ IMPLS = (
         dtypes=FLOATS,
         requires_layout=DENSE,
         honours=BIAS,
-        # Half types are widened first: the weights move three times, twice as wide.
-        cost=roofline(
-            lambda c: linear_traffic()(c) * (1 if width(c) >= 4 else 5),
-            linear_operations,
-            launches=3,
-            part=0.6,
-            element="float32",
-        ),
+        cost=_widened,
+    ),
+    Impl(
+        op="linear_f32",
+        name="ref",
+        load="metainfer.ops.linear.ref:linear_f32",
+        provider="reference",
+        dtypes=FLOATS,
+        requires_layout=DENSE,
+        honours=BIAS,
+        cost=_widened,
     ),
 )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from metainfer.core.errors import InternalError, ModelError
-from metainfer.formats.quant import RawTensor, dequantise
+from metainfer.formats.blocks import BlockFormat
+from metainfer.formats.quant import Stored, dequantise
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +25,9 @@ class PackedWeight:
     tensors alone do not say it; it is then what the kernels read. `site` names the use
     (``linear.qkv``): the run-time table dispatches by it, and a tied embedding is one storage
     under two sites (`at_site`).
+
+    Layouts that keep what the checkpoint holds say more: `format`, how block-scaled elements are
+    to be read (None: plain numbers); `parts`, the N of each tensor in order; `dtype`, the model's.
     """
 
     layout: str
@@ -32,6 +36,9 @@ class PackedWeight:
     bias: Tensor | None = None
     site: str = ""
     handle: object = None
+    format: BlockFormat | None = None
+    parts: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
 
     def at_site(self, site: str) -> PackedWeight:
         """The same storage used elsewhere."""
@@ -44,7 +51,7 @@ class PackedWeight:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def joint_shape(raws: Sequence[RawTensor]) -> tuple[int, int]:
+def joint_shape(raws: Sequence[Stored]) -> tuple[int, int]:
     """``(N, K)`` of `raws` laid end to end along N.
 
     Raises:
@@ -64,7 +71,7 @@ def joint_shape(raws: Sequence[RawTensor]) -> tuple[int, int]:
 
 
 def pack_dense(
-    raws: Sequence[RawTensor],
+    raws: Sequence[Stored],
     bias: Tensor | None = None,
     *,
     dtype: torch.dtype,

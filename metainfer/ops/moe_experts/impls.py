@@ -1,10 +1,21 @@
-"""Declared implementations of `moe_experts` and `moe_shared`."""
+"""Declared implementations of `moe_experts`, and the layouts of packed experts."""
 
+from metainfer.formats.blocks import FORMATS
 from metainfer.kernels.cost import extent, roofline, width
-from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import FLOATS
+from metainfer.kernels.impl import Context, Impl, Layout
+from metainfer.ops.declare import FLOATS, PLAIN
 
 CLAMP = frozenset({"clamp"})
+DENSE = {"experts": "experts-dense@1"}
+
+LAYOUTS = (
+    Layout(
+        id="experts-dense@1",
+        role="experts",
+        pack="metainfer.ops.moe_experts.layouts:pack_dense",
+        schemes=PLAIN | frozenset(FORMATS),
+    ),
+)
 
 
 def _matrices(c: Context) -> int:
@@ -29,17 +40,8 @@ IMPLS = (
         load="metainfer.ops.moe_experts.ref:moe_experts",
         provider="reference",
         dtypes=FLOATS,
+        requires_layout=DENSE,
         honours=CLAMP,
         cost=roofline(_traffic, _operations, launches=256, part=0.3, element="float32"),
-    ),
-    Impl(
-        op="moe_shared",
-        name="ref",
-        load="metainfer.ops.moe_experts.ref:moe_shared",
-        provider="reference",
-        dtypes=FLOATS,
-        honours=CLAMP,
-        graph_safe=True,
-        cost=roofline(_traffic, _operations, launches=12, part=0.3, element="float32"),
     ),
 )

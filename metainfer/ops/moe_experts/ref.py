@@ -2,41 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from metainfer.ops.activation.ref import swiglu_clamp
 from metainfer.ops.common import wide
+from metainfer.ops.linear.packed import PackedWeight
+from metainfer.ops.linear.rounding import activation_group, round_activations
 
 
 def moe_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, *, limit: float = 0.0
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    *,
+    limit: float = 0.0,
 ) -> Tensor:
     """``sum_k w2[e] (weights_k * h_e(x))``, e = ids_k: [T, D] in x's dtype.
 
-    x [T, D]; ids [T, k] int32, -1 for none; weights [T, k] float32; w13 [E, 2F, D], gate rows
-    first; w2 [E, D, F]. Experts without a token are not touched.
+    x [T, D]; ids [T, k] int32, -1 for none; weights [T, k] float32; w13 ``experts-dense@1``
+    [E 2F, D], gate rows of an expert before its up rows; w2 [E D, F]. Experts without a token are
+    not touched.
     """
-    rows = wide(x)
+    return _experts(x, ids, weights, w13, w2, limit, lambda rows: rows)
+
+
+def moe_experts_rounded(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    *,
+    limit: float = 0.0,
+) -> Tensor:
+    """`moe_experts` as the checkpoint's recipe computes it: what enters a product is rounded to
+    e4m3 first, x and the weighted hidden activation alike."""
+    assert w13.format is not None
+    group = activation_group(w13.format)
+    return _experts(x, ids, weights, w13, w2, limit, lambda rows: round_activations(rows, group))
+
+
+def _experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    limit: float,
+    entering: Callable[[Tensor], Tensor],
+) -> Tensor:
+    d, f = w13.shape[1], w2.shape[1]
+    up_rows = w13.data["weight"].view(-1, 2 * f, d)  # [E, 2F, D]
+    down_rows = w2.data["weight"].view(-1, d, f)  # [E, D, F]
+    rows = entering(wide(x))
     out = torch.zeros_like(rows)
-    for expert in range(w13.shape[0]):
+    for expert in range(up_rows.shape[0]):
         token, slot = (ids == expert).nonzero(as_tuple=True)
         if token.numel() == 0:
             continue
-        hidden = _hidden(rows[token], w13[expert], limit)
-        hidden = hidden * weights[token, slot].to(rows.dtype).unsqueeze(1)
-        out.index_add_(0, token, hidden @ wide(w2[expert]).T)
+        hidden = swiglu_clamp(rows[token] @ wide(up_rows[expert]).T, limit)
+        hidden = entering(hidden * weights[token, slot].to(rows.dtype).unsqueeze(1))
+        out.index_add_(0, token, hidden @ wide(down_rows[expert]).T)
     return out.to(x.dtype)
-
-
-def moe_shared(x: Tensor, w13: Tensor, w2: Tensor, *, limit: float = 0.0) -> Tensor:
-    """``w2 h(x)``, the expert that every token passes: w13 [2F, D], w2 [D, F] -> [T, D]."""
-    return (_hidden(wide(x), w13, limit) @ wide(w2).T).to(x.dtype)
-
-
-def _hidden(rows: Tensor, w13: Tensor, limit: float) -> Tensor:
-    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``: [rows, F]."""
-    gate, up = (rows @ wide(w13).T).chunk(2, dim=-1)
-    if limit:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return F.silu(gate) * up

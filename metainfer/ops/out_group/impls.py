@@ -2,7 +2,7 @@
 
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import FLOATS
+from metainfer.ops.declare import DENSE, FLOATS
 
 
 def _traffic(c: Context) -> float:
@@ -23,6 +23,7 @@ IMPLS = (
         load="metainfer.ops.out_group.ref:out_group",
         provider="reference",
         dtypes=FLOATS,
+        requires_layout=DENSE,
         graph_safe=True,
         cost=roofline(_traffic, _operations, launches=5, part=0.5, element="float32"),
     ),

@@ -6,10 +6,14 @@ import torch
 from torch import Tensor
 
 from metainfer.ops.common import wide
+from metainfer.ops.linear.packed import PackedWeight
 
 
-def out_group(o: Tensor, weight: Tensor) -> Tensor:
-    """``z_g = weight_g . o_g``: o [T, Hq, D], weight [G, N, Hq D / G] -> [T, G N]."""
-    groups, _, k = weight.shape
-    rows = wide(o).reshape(-1, groups, k)
-    return torch.einsum("tgk,gnk->tgn", rows, wide(weight)).flatten(1).to(o.dtype)
+def out_group(o: Tensor, weight: PackedWeight, *, groups: int) -> Tensor:
+    """``z_g = W_g . o_g``: o [T, H, d], ``dense@1`` weight [G R, H d / G] -> [T, G R].
+
+    Rows ``g R .. (g + 1) R - 1`` of the weight belong to group g.
+    """
+    matrices = wide(weight.data["weight"]).unflatten(0, (groups, -1))  # [G, R, K]
+    rows = wide(o).reshape(-1, groups, weight.shape[1])  # [T, G, K]
+    return torch.einsum("tgk,grk->tgr", rows, matrices).flatten(1).to(o.dtype)
