@@ -44,7 +44,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._literal: tokenizers.Tokenizer | None = None
+        self._literal: dict[bool, tokenizers.Tokenizer] = {}  # by whether all added are literal
         self._lock = threading.Lock()
         self._template = add_bos is None and add_eos is None
         self._add_bos, self._add_eos = bool(add_bos), bool(add_eos)
@@ -154,22 +154,9 @@ class Tokenizer:
         as plain text. Other threads run while a long text is read. `RequestError` when `text` is
         not valid Unicode (a lone surrogate).
         """
-        backend = self._backend if parse_special else self._literal_backend()
+        backend = self._backend if parse_special else self._literal_backend(False)
         added = add_special and self._template
-        try:
-            if len(text) <= _SHORT_CHARS:
-                encoding = backend.encode(text, add_special_tokens=added)
-            else:
-                # `encode` keeps the interpreter locked, for seconds on a megabyte. A batch does
-                # not, but may wait for others' batches, which a short text must not.
-                (encoding,) = backend.encode_batch_fast([text], add_special_tokens=added)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(
-                "The text is not valid Unicode: it holds half of a surrogate pair.",
-                "Send UTF-8 text.",
-                code="invalid_text",
-            ) from error
-        ids: list[int] = encoding.ids
+        ids = _encode(backend, text, added)
         if add_special and not self._template:
             if self._add_bos and self.bos_id is not None:
                 ids = [self.bos_id, *ids]
@@ -177,13 +164,21 @@ class Tokenizer:
                 ids = [*ids, self._role_id("eos") or self.eos_ids[0]]
         return ids
 
-    def _literal_backend(self) -> tokenizers.Tokenizer:
+    def encode_literal(self, text: str) -> list[int]:
+        """Ids of `text` without any token of the added vocabulary, special or not: how a
+        message is read in prompts whose markers a user must not be able to spell."""
+        return _encode(self._literal_backend(True), text, False)
+
+    def _literal_backend(self, whole: bool) -> tokenizers.Tokenizer:
         with self._lock:
-            if self._literal is None:
-                copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+            if whole not in self._literal:
+                state = json.loads(self._backend.to_str())
+                for token in state["added_tokens"] if whole else ():
+                    token["special"] = True
+                copy = tokenizers.Tokenizer.from_str(json.dumps(state))
                 copy.encode_special_tokens = True
-                self._literal = copy
-            return self._literal
+                self._literal[whole] = copy
+            return self._literal[whole]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of `ids`; ids that stand for nothing are skipped, invalid UTF-8 is U+FFFD."""
@@ -240,6 +235,24 @@ class Tokenizer:
             return None
         added = self._added.get(token_id)
         return self._backend.id_to_token(token_id) if added is None else added.content
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list[int]:
+    try:
+        if len(text) <= _SHORT_CHARS:
+            encoding = backend.encode(text, add_special_tokens=add_special)
+        else:
+            # `encode` keeps the interpreter locked, for seconds on a megabyte. A batch does
+            # not, but may wait for others' batches, which a short text must not.
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise RequestError(
+            "The text is not valid Unicode: it holds half of a surrogate pair.",
+            "Send UTF-8 text.",
+            code="invalid_text",
+        ) from error
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,230 @@
+"""Reasoning, content and tool calls out of a stream of generated text.
+
+One automaton for every family (`markup.py`). Rules, the same for every cut of the text:
+
+- Newlines next to a marker are framing: those that lead a channel and those before a marker are
+  dropped, up to `MAX_GAP` of them.
+- A closing tag or a call ends reasoning. An opening tag starts it, wherever it stands.
+- A call is handed out when it is whole and its arguments are one JSON object, never in part, so
+  no client sees arguments that the model did not finish. Text around calls is content.
+- Reasoning that is never closed stays reasoning. `notes` says so, and says what was dropped.
+- Held back is only what may still become a marker, a bounded gap, or the call being read, which
+  is given up beyond `MAX_CALL_CHARS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from metainfer.text.calls import Call, CallReader, DsmlReader, JsonReader
+from metainfer.text.markup import Markup, Opening
+from metainfer.text.scan import Buffer, plain, substitute
+
+MAX_GAP = 8
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a push adds to each channel."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+class _State(Enum):
+    UNDECIDED = auto()
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+
+
+class AnswerParser:
+    """State of one answer. `notes` collects stable words about what was not as it should be."""
+
+    def __init__(
+        self,
+        markup: Markup,
+        opening: Opening = Opening.EITHER,
+        *,
+        tools: bool = True,
+        continued: bool = False,
+        symbols: Mapping[str, str] | None = None,
+    ) -> None:
+        """`tools`: whether calls are read. `continued`: the answer goes on from text of the
+        prompt, so its leading newlines are its own. `symbols` maps marker texts to the characters
+        that stand for their tokens in pushed text (`markers.py`); empty for plain text."""
+        self._symbols = dict(symbols or {})
+        self.notes: list[str] = []
+        self._buffer = Buffer()
+        think = None if markup.think is None else tuple(map(self._marker, markup.think))
+        self._think = think
+        self._reader: CallReader | None = None
+        if tools and markup.calls is not None:
+            tags = markup.calls
+            if tags.form == "dsml":
+                self._reader = DsmlReader(self._marker(tags.open), self.notes)
+            else:
+                self._reader = JsonReader(
+                    self._marker(tags.open), self._marker(tags.close), self.notes
+                )
+        call_starts = () if self._reader is None else self._reader.starts
+        self._needles = (*(think or ()), *call_starts)
+        if think is None:
+            opening = Opening.CONTENT
+        self._state = {
+            Opening.REASONING: _State.REASONING,
+            Opening.CONTENT: _State.CONTENT,
+            Opening.EITHER: _State.UNDECIDED,
+        }[opening]
+        self._fresh = not continued  # nothing of the channel is out yet
+        self._gap = ""
+        self._after_call = False
+        self._after = _State.CONTENT  # where a call leaves the stream
+        self._answer = Answer()
+
+    def _marker(self, text: str) -> str:
+        return substitute(text, self._symbols)
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next token is reasoning, as far as pushed text tells."""
+        return self._state is _State.REASONING
+
+    def push(self, text: str) -> Answer:
+        """What `text` completes."""
+        self._buffer.push(text)
+        while self._step():
+            pass
+        return self._take()
+
+    def finish(self, *, cut: bool = False) -> Answer:
+        """The rest. `cut`: the answer was ended from outside (length, stop string)."""
+        while self._state is _State.CALL:
+            assert self._reader is not None
+            rest = self._reader.finish(self._buffer, cut=cut)
+            self._collect()
+            self._leave_call()
+            if rest is None:
+                break
+            self._buffer = Buffer()
+            self._buffer.push(rest)
+            while self._step():
+                pass
+        if self._state is _State.UNDECIDED:
+            self._state = _State.CONTENT
+        held = self._buffer.take()
+        if cut and len(held) > 2:  # most of a marker; a lone "<" may be text
+            held = ""
+        self._write(held)
+        if not self._after_call:
+            self._emit(self._gap)
+        self._gap = ""
+        if self._state is _State.REASONING and not cut:
+            self._note("reasoning_not_closed")
+        return self._take()
+
+    def _take(self) -> Answer:
+        answer, self._answer = self._answer, Answer()
+        return answer
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _step(self) -> bool:
+        """Move on by one marker or one run of text; False when more text is needed."""
+        if self._state is _State.UNDECIDED:
+            return self._decide()
+        if self._state is _State.CALL:
+            assert self._reader is not None
+            done = self._reader.step(self._buffer)
+            self._collect()
+            if done:
+                self._leave_call()
+            return done
+        text, needle = self._buffer.until(self._needles)
+        self._write(text)
+        if needle is None:
+            return False
+        self._enter(needle)
+        return True
+
+    def _decide(self) -> bool:
+        """Before the first word: does the answer open with reasoning?"""
+        assert self._think is not None
+        seen = self._buffer.peek().lstrip()
+        if not seen or (self._think[0] != seen and self._think[0].startswith(seen)):
+            if len(self._buffer.peek()) <= MAX_GAP + len(self._think[0]):
+                return False
+        elif seen.startswith(self._think[0]):
+            self._buffer.drop_space()
+        self._state = _State.CONTENT
+        return True
+
+    def _enter(self, needle: str) -> None:
+        """A marker was reached in reasoning or content."""
+        if self._think is not None and needle in self._think:
+            opens = needle == self._think[0]
+            if opens == (self._state is _State.REASONING):
+                # Twice the same: the tag is no text, and changes nothing.
+                self._note("stray_reasoning_tag")
+                return
+            self._turn(_State.REASONING if opens else _State.CONTENT)
+            return
+        assert self._reader is not None
+        self._after = _State.CONTENT
+        if self._state is _State.REASONING:
+            if self._reader.closes(needle):  # ends nothing that is open
+                self._after = _State.REASONING
+            else:
+                self._note("call_in_reasoning")
+        self._turn(_State.CALL)
+        self._reader.begin(needle)
+
+    def _turn(self, state: _State) -> None:
+        self._gap = ""
+        self._fresh = True
+        self._after_call = False
+        self._state = state
+
+    def _leave_call(self) -> None:
+        self._turn(self._after)
+        self._fresh = False  # newlines between calls are a gap, not the head of a channel
+        self._after_call = True
+
+    def _collect(self) -> None:
+        assert self._reader is not None
+        for call in self._reader.take():
+            name, arguments = plain(call.name, self._symbols), plain(call.arguments, self._symbols)
+            self._answer.calls.append(Call(name, arguments))
+
+    def _write(self, text: str) -> None:
+        """Text of the current channel: drop its head newlines, hold back its last ones."""
+        if self._fresh:
+            text = text.lstrip("\n")
+            if not text:
+                return
+            self._fresh = False
+        lead = ""
+        if self._after_call:
+            lead = text[: len(text) - len(text.lstrip())]
+            text = text[len(lead) :]
+            self._after_call = not text
+        body = text.rstrip("\n")
+        if body:
+            self._emit(self._gap + lead + body)
+            self._gap, lead = "", ""
+        self._gap += lead + text[len(body) :]
+        if len(self._gap) > MAX_GAP:
+            self._emit(self._gap[:-MAX_GAP])
+            self._gap = self._gap[-MAX_GAP:]
+
+    def _emit(self, text: str) -> None:
+        text = plain(text, self._symbols)
+        if self._state is _State.REASONING:
+            self._answer.reasoning += text
+        else:
+            self._answer.content += text
