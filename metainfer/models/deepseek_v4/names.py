@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import prod
 
-from metainfer.core.verdict import Reason
+from metainfer.formats.completeness import Names
 from metainfer.formats.index import TensorInfo
+from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
+from metainfer.models.deepseek_v4.drafts import draft_shapes, find_draft
 
 _TOP = {
     "embed_tokens.weight": "embed.weight",
@@ -62,10 +63,11 @@ _PARAMETERS = {
 _OFFICIAL = re.compile(r"(embed|head|norm)\.\w+$|hc_head_\w+$|(layers|mtp)\.\d+\.")
 _LAYER = re.compile(r"(layers\.\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.(experts\.\d+|shared_experts)\.(gate|up|down)_proj(\..+)")
-_FUSED = re.compile(r"layers\.\d+\.mlp\.experts\.(\w+?)(_scale_inv|\.weight_scale_inv|\.weight)?$")
+_FUSED = re.compile(
+    r"(layers\.\d+)\.mlp\.experts\.([a-z]\w*?)(_scale_inv|\.weight_scale_inv|\.weight)?"
+)
 _WHICH = {"gate": "w1", "up": "w3", "down": "w2"}
 _REVERSED = ("up_gate_proj", "w3_w1", "w31")
-_GATED = (("w1", 0), ("w3", 1))
 
 
 def official(name: str) -> str | None:
@@ -93,31 +95,30 @@ def official(name: str) -> str | None:
     return bare if _OFFICIAL.match(bare) else None
 
 
-@dataclass(slots=True)
-class Names:
-    """`tensors` by the publisher's name. `reasons`: two stored tensors for one, or fused experts
-    that cannot be cut. `unknown`: stored names without meaning. `excused`: prefixes of names that
-    are absent because of a reason given."""
-
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    reasons: list[Reason] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    excused: list[str] = field(default_factory=list)
-
-    def add(self, name: str, info: TensorInfo) -> None:
-        if name in self.tensors:
-            other = self.tensors[name].name
-            self.wrong(f"{other} and {info.name} are both {name}", info.name)
-        else:
-            self.tensors[name] = info
-
-    def wrong(self, message: str, stored: str) -> None:
-        self.reasons.append(Reason("tensor-name", message, {"tensor": stored}))
-
-
-def resolve_names(
-    tensors: Mapping[str, TensorInfo], block: tuple[int, int] | None = None
+def checkpoint_names(
+    arch: DeepSeekV4Arch,
+    config: Mapping[str, object],
+    tensors: Mapping[str, TensorInfo],
+    block: tuple[int, int] | None,
 ) -> Names:
+    """`resolve_names`; a draft's tensors (``mtp.*``) are optional, their shapes checked."""
+    found = resolve_names(tensors, block)
+    drafted = [name for name in found.tensors if name.startswith("mtp.")]
+    draft = find_draft(arch, drafted)
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    if draft is not None:
+        layers, rank = config.get("dspark_target_layer_ids"), config.get("dspark_markov_rank")
+        shapes = draft_shapes(
+            arch,
+            draft,
+            tapped=len(layers) if isinstance(layers, (list, tuple)) else 3,
+            rank=rank if isinstance(rank, int) else 256,
+        )
+    found.optional = {name: shapes.get(name, ()) for name in drafted}
+    return found
+
+
+def resolve_names(tensors: Mapping[str, TensorInfo], block: tuple[int, int] | None = None) -> Names:
     """Every stored tensor under the publisher's name.
 
     `block`: that of FP8 weights, which fused scales are cut by.
@@ -126,7 +127,7 @@ def resolve_names(
     for name, info in tensors.items():
         fused = _FUSED.fullmatch(name.removeprefix("model."))
         if fused is not None:
-            _cut_experts(found, info, fused[1], fused[2] or "", block)
+            _cut_experts(found, info, fused, tensors, block)
             continue
         known = official(name)
         if known is None:
@@ -137,59 +138,49 @@ def resolve_names(
 
 
 def _cut_experts(
-    found: Names, info: TensorInfo, leaf: str, suffix: str, block: tuple[int, int] | None
+    found: Names,
+    info: TensorInfo,
+    fused: re.Match[str],
+    tensors: Mapping[str, TensorInfo],
+    block: tuple[int, int] | None,
 ) -> None:
     """The experts of one fused tensor: ``gate_up_proj``, ``down_proj`` or their scales."""
-    layer = info.name.removeprefix("model.").partition(".mlp.")[0]
+    layer, leaf, suffix = fused.groups(default="")
     experts = f"{layer}.ffn.experts."
-    if leaf in _REVERSED:
-        found.wrong(
-            f"{info.name} declares the rows of w3 (up) before those of w1 (gate); "
-            "gate_up_proj, the gate first, is read",
-            info.name,
-        )
-        found.excused.append(experts)
-        return
-    if leaf not in ("gate_up_proj", "down_proj"):
+    if leaf not in ("gate_up_proj", "down_proj", *_REVERSED):
         found.unknown.append(info.name)
         return
-    parts = _GATED if leaf == "gate_up_proj" else (("w2", 0),)
+    scaled, message = "scale_inv" in suffix, ""
+    parts = (("w1", 0), ("w3", 1)) if leaf == "gate_up_proj" else (("w2", 0),)
     rows = info.shape[1] if len(info.shape) == 3 else -1
-    if rows < 0 or rows % len(parts):
-        what = "two halves of rows" if len(parts) == 2 else "its rows"
-        found.wrong(f"{_told(info)} needs [experts, rows, columns] with {what}", info.name)
+    if leaf in _REVERSED:
+        message = (
+            f"{info.name} declares the rows of w3 (up) before those of w1 (gate); "
+            "gate_up_proj, the gate first, is read"
+        )
+    elif rows < 0 or rows % len(parts):
+        halves = ", the rows in two halves" if len(parts) == 2 else ""
+        message = f"{_told(info)} needs [experts, rows, columns]{halves}"
+    elif scaled and len(parts) == 2 and block is not None:
+        weight = tensors.get(info.name.replace(suffix, ""))
+        if weight is not None and weight.scheme == "F8_E4M3" and weight.shape[1] % (2 * block[0]):
+            message = (
+                f"{_told(info)}: the {weight.shape[1] // 2} rows of a gate are not whole blocks "
+                f"of {block[0]}, so one scale would serve gate and up"
+            )
+    if message:
+        found.wrong(message, info.name)
         found.excused.append(experts)
         return
-    per, scaled = rows // len(parts), "scale_inv" in suffix
-    if scaled and len(parts) == 2 and not _halves(found, info, block):
-        found.excused.append(experts)
-        return
+    per, kind = rows // len(parts), "weight_scale_inv" if scaled else "weight"
     for expert in range(info.shape[0]):
         for which, half in parts:
-            weight = f"{experts}{expert}.{which}.{'weight_scale_inv' if scaled else 'weight'}"
-            found.add(weight, _rows_of(info, expert, half * per, per))
-
-
-def _halves(found: Names, info: TensorInfo, block: tuple[int, int] | None) -> bool:
-    """Whether no scale serves rows of both gate and up."""
-    weight = info.name.replace("_scale_inv", "").removesuffix(".weight")
-    found_rows = {i.shape for n, i in found.tensors.items() if i.name.startswith(f"{weight}[")}
-    if block is None or not found_rows:
-        return True  # examined with the weight, whose scales have its rows
-    (rows,) = {shape[0] for shape in found_rows}
-    if rows % block[0]:
-        found.wrong(
-            f"{_told(info)}: {rows} rows of an expert's gate are not whole blocks of {block[0]}, "
-            "so one scale would serve gate and up",
-            info.name,
-        )
-        return False
-    return True
+            found.add(f"{experts}{expert}.{which}.{kind}", _rows_of(info, expert, half * per, per))
 
 
 def _rows_of(info: TensorInfo, expert: int, start: int, count: int) -> TensorInfo:
     """Rows of one expert of [E, N, K]: a contiguous piece."""
-    experts, rows, columns = info.shape
+    _, rows, columns = info.shape
     each = info.nbytes // prod(info.shape[:2]) if info.nbytes else 0
     return TensorInfo(
         name=f"{info.name}[{expert}, {start}:{start + count}]",

@@ -1,0 +1,105 @@
+"""What DeepSeek-V4 costs by arithmetic alone: parameters, FLOPs, bytes read. No torch.
+
+Everything follows from the weights' shapes and the sets of keys a query reads; a product of n
+parameters with one token is 2 n FLOPs, a key is 4 H d of them (scores and values).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from metainfer.models.deepseek_v4 import weights
+
+if TYPE_CHECKING:
+    from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
+
+_ENDS = ("embed", "linear.lm_head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Counts. `dense`: all layers without routed experts; `expert`: one of them."""
+
+    embed: int
+    head: int
+    dense: int
+    routed: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.embed + self.head + self.dense + self.routed
+
+
+def parameters(arch: DeepSeekV4Arch) -> Parameters:
+    """Parameters by part; tables of integers are none."""
+    packed = weights.packed_weights(arch)
+    ends = {spec.site: spec.elements for spec in packed if spec.site in _ENDS}
+    routed = sum(spec.elements for spec in packed if spec.role == "experts")
+    plain = sum(s.elements for s in weights.plain_weights(arch) if s.dtype != "int64")
+    dense = sum(s.elements for s in packed if s.role != "experts" and s.site not in _ENDS)
+    return Parameters(
+        embed=ends["embed"],
+        head=ends["linear.lm_head"],
+        dense=dense + plain,
+        routed=routed,
+        expert=3 * arch.hidden * arch.ffn,
+    )
+
+
+def active(arch: DeepSeekV4Arch) -> int:
+    """Parameters that one token passes, with the head and without the embedding."""
+    each = parameters(arch)
+    return each.dense + each.head + arch.layers * arch.experts_per_token * each.expert
+
+
+def decode_flops(arch: DeepSeekV4Arch, context: int) -> dict[str, float]:
+    """FLOPs of one token that sees `context` tokens, by part."""
+    csa, hca = arch.kinds.count("csa"), arch.kinds.count("hca")
+    key = 4.0 * arch.heads * arch.head_dim
+    near = min(context, arch.window)
+    entries = context // arch.csa
+    chosen = min(arch.index_topk, entries)
+    return {
+        "products": 2.0 * active(arch),
+        "csa": csa * key * (near + chosen),
+        "index": csa * 2.0 * arch.index_heads * arch.index_dim * entries,
+        "hca": hca * key * (near + context // arch.hca),
+        "window": arch.kinds.count("window") * key * near,
+    }
+
+
+def prefill_flops(arch: DeepSeekV4Arch, tokens: int) -> float:
+    """FLOPs of a prompt of `tokens` tokens; causal sums, logits of the last row alone."""
+    csa, hca = arch.kinds.count("csa"), arch.kinds.count("hca")
+    key, n = 4.0 * arch.heads * arch.head_dim, float(tokens)
+    head = parameters(arch).head
+    near = _capped_sum(tokens, arch.window)
+    # Sum over positions of min(top_k, t // ratio): the ramp, then the plateau.
+    chosen = arch.csa * _capped_sum(tokens // arch.csa, arch.index_topk)
+    scored = n * n / (2 * arch.csa)
+    return (
+        2.0 * (active(arch) - head) * n
+        + 2.0 * head
+        + csa * (key * (near + chosen) + 2.0 * arch.index_heads * arch.index_dim * scored)
+        + hca * key * (near + n * n / (2 * arch.hca))
+        + arch.kinds.count("window") * key * near
+    )
+
+
+def _capped_sum(count: int, cap: int) -> float:
+    """Sum of min(t, cap) over t = 1 .. count."""
+    ramp = min(count, cap)
+    return ramp * (ramp + 1) / 2 + (count - ramp) * cap
+
+
+def distinct_experts(arch: DeepSeekV4Arch, batch: int) -> float:
+    """Experts of one layer that `batch` tokens touch under uniform routing."""
+    missed = (1 - arch.experts_per_token / arch.experts) ** batch
+    return arch.experts * (1 - missed)
+
+
+def routed_bytes(arch: DeepSeekV4Arch, batch: int, expert_bytes: float) -> float:
+    """Bytes of routed experts that one decode step of `batch` tokens reads over all layers."""
+    return arch.layers * distinct_experts(arch, batch) * expert_bytes
