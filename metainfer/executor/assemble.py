@@ -43,8 +43,8 @@ def assemble(
     if device.type == "cpu":
         torch.set_num_threads(plan.threads)
     phase("weights")
-    layout = registry.layout(plan.bundle["weight"])
-    weights = load_weights(arch, source, layout, dtype=dtype, device=device, progress=progress)
+    layouts = {role: registry.layout(layout) for role, layout in plan.bundle.items()}
+    weights = load_weights(arch, source, layouts, dtype=dtype, device=device, progress=progress)
     phase("model")
     build = resolve_attribute(family_of({"model_type": arch.family}, "plan").build)
     model = build(

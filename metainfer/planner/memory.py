@@ -24,6 +24,9 @@ RESERVE_PART = 0.08
 SNAPSHOT_PART = 1 / 16
 """Share of the cache that snapshots of slot states may take (seed)."""
 
+PLAIN_BYTES = {"float32": 4, "int64": 8}
+"""Types of small parameters that do not follow the model's (`WeightSpec.dtype`)."""
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -37,13 +40,17 @@ class CacheBudget:
 
 
 def weight_rows(
-    arch: Arch, layout: Layout, scheme_of: Callable[[str], str], dtype: str
+    arch: Arch, layouts: Mapping[str, Layout], scheme_of: Callable[[str], str], dtype: str
 ) -> list[LedgerRow]:
-    """One row per op site, a shared matrix once; the tensors of a matrix may differ in scheme."""
+    """One row per op site, a shared matrix once; the tensors of a matrix may differ in scheme.
+
+    `layouts`: the bundle's layout of each role.
+    """
     width = DTYPE_BYTES[dtype]
     held: set[tuple[object, ...]] = set()  # membership only
     by_site: dict[str, list[int]] = {}
     for spec in arch.packed_weights():
+        layout = layouts[spec.role]
         key = layout.storage(spec.tensors, spec.site)
         if key in held:
             continue
@@ -54,8 +61,8 @@ def weight_rows(
             packed += int(math.prod(shape) * each(scheme_of(name)))
         by_site.setdefault(spec.site, []).append(packed)
     rows = [LedgerRow(item=site, kind="weights", bytes=sum(b)) for site, b in by_site.items()]
-    norms = sum(spec.elements for spec in arch.plain_weights()) * width
-    return [*rows, LedgerRow(item="norms", kind="weights", bytes=norms)]
+    plain = sum(spec.elements * PLAIN_BYTES.get(spec.dtype, width) for spec in arch.plain_weights())
+    return [*rows, LedgerRow(item="norms and small parameters", kind="weights", bytes=plain)]
 
 
 def size_cache(

@@ -339,8 +339,10 @@ def resolve(
     selection = select(registry, resolver.requests(dtype, limits, page), facts, policy)
     resolver.record_selection(selection)
     layouts = selection.bundle.layouts
-    weight_layout = registry.layout(layouts["weight"])
-    weights = weight_rows(arch, weight_layout, model.scheme_of, dtype)
+    held = {role: registry.layout(layout) for role, layout in layouts.items()}
+    weights = weight_rows(arch, held, model.scheme_of, dtype)
+    tables = arch.table_bytes(limits.max_context)
+    weights.append(LedgerRow(item="rotary tables", kind="weights", bytes=tables))
     groups, sized, transient = resolver.cache(dtype, limits, layouts, weights, page)
     threads = resolver.threads(source)
     ledger.record(
