@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,3 +25,15 @@ def rotate_tail(x: Tensor, row: Tensor, *, inverse: bool = False) -> Tensor:
     a, b = x[..., -rotated::2], x[..., 1 - rotated :: 2]
     turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     return torch.cat((x[..., :-rotated], turned), dim=-1)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """``x . Had_d * d^-0.5`` over the last dimension, d = 2^n, by butterflies."""
+    d = int(x.shape[-1])
+    span = 1
+    while span < d:
+        pairs = x.reshape(*x.shape[:-1], d // (2 * span), 2, span)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack((a + b, a - b), dim=-2).reshape(x.shape)
+        span *= 2
+    return x * math.sqrt(1 / d)

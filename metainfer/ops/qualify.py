@@ -21,7 +21,16 @@ from metainfer.kernels.evidence import Qualification
 from metainfer.kernels.impl import Context, Impl, OpRequest
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import objections
+from metainfer.kv.store.entries import EntryPages, StateRows
 from metainfer.ops.case import DTYPES, Case, Weight, allowed, errors, poisoned
+from metainfer.ops.case_caches import (
+    Single,
+    contents,
+    exactly,
+    held,
+    scaled_layout,
+    stored_floor,
+)
 from metainfer.ops.catalog import op_cases
 from metainfer.ops.linear.packed import PackedWeight, pack_dense
 from metainfer.platform.facts import Facts
@@ -90,7 +99,7 @@ def check(
     kind = DTYPES[dtype]
     module = op_cases(case.op)
     reference, recipe = module.REFERENCES[case.op], module.RECIPES[case.op]
-    rounded = _map(case.args, lambda t: t.to(kind) if t.dtype == torch.float64 else t)
+    rounded = held(case.args, impl.requires_layout, dtype)
     try:
         given = _placed(rounded, device, lambda w: _pack(w, impl, registry, kind, device))
         given = _sliced(given, case.fused)
@@ -106,19 +115,21 @@ def check(
         pairs = zip(_flat(mine), _flat(want), strict=True)
         return all_of(_exact(case, index, a, b) for index, (a, b) in enumerate(pairs))
     ours = [tensor.cpu() for tensor in _flat(mine)]
-    verdict = _compare(case, ours, reference, recipe, rounded, kind, kind)
+    layouts = _scaled(mine, given)
+    verdict = _compare(case, ours, layouts, reference, recipe, rounded, kind, kind)
     pair = getattr(module, "ROUNDED", {}).get(case.op) if _block_scaled(case) else None
     if verdict.accepted or pair is None:
         return verdict
     # The other legal arithmetic: activations rounded, weights exactly as stored.
     stored = torch.float64 if kind == torch.float64 else torch.float32
-    second = _compare(case, ours, *pair, rounded, kind, stored)
+    second = _compare(case, ours, layouts, *pair, rounded, kind, stored)
     return second if second.accepted else verdict & second
 
 
 def _compare(
     case: Case,
     ours: list[Tensor],
+    layouts: list[str],
     reference: Callable[..., Any],
     recipe: Callable[..., Any],
     args: tuple[Any, ...],
@@ -128,16 +139,14 @@ def _compare(
     """`ours` against `reference` in float64, within the error of `recipe` in `kind`; both on
     weights rounded to `weights`."""
     truth_args = _placed(
-        _map(args, lambda t: t.double() if t.dtype == kind else t),
-        "cpu",
-        lambda w: _dense(w, weights, torch.float64, "cpu"),
+        exactly(args, kind), "cpu", lambda w: _dense(w, weights, torch.float64, "cpu")
     )
     recipe_args = _placed(args, "cpu", lambda w: _dense(w, weights, weights, "cpu"))
     truth = _flat(_results(reference, case, truth_args))
     theirs = _flat(_results(recipe, case, recipe_args))
     return all_of(
-        _judge(case, index, a, b, c)
-        for index, (a, b, c) in enumerate(zip(ours, theirs, truth, strict=True))
+        _judge(case, index, a, b, c, layout)
+        for index, (a, b, c, layout) in enumerate(zip(ours, theirs, truth, layouts, strict=True))
     )
 
 
@@ -150,9 +159,12 @@ def _block_scaled(case: Case) -> bool:
     )
 
 
-def _judge(case: Case, index: int, mine: Tensor, theirs: Tensor, truth: Tensor) -> Verdict:
+def _judge(
+    case: Case, index: int, mine: Tensor, theirs: Tensor, truth: Tensor, layout: str
+) -> Verdict:
     """A result has the recipe's dtype (some stay float32 in a bfloat16 model) and is judged in it;
-    whole numbers (chosen experts, selected entries) must equal the truth."""
+    whole numbers (chosen experts, selected entries) must equal the truth. What `layout` rounded
+    may lie a step off next to a border. NaN in the truth is memory that must stay untouched."""
     where, dtype = f"{case.name}, result {index}", theirs.dtype
     if mine.shape != truth.shape or mine.dtype != dtype:
         got, want = f"{mine.dtype} {list(mine.shape)}", f"{dtype} {list(truth.shape)}"
@@ -161,7 +173,14 @@ def _judge(case: Case, index: int, mine: Tensor, theirs: Tensor, truth: Tensor) 
         mine, theirs, truth = mine[: case.rows], theirs[: case.rows], truth[: case.rows]
     if not dtype.is_floating_point:
         return _exact(case, index, mine, truth)
+    hole = truth.isnan()
+    if not torch.equal(hole, mine.isnan()):
+        return reject("error", f"{where}: NaN, or writes where nothing belongs", case=case.name)
+    mine, theirs, truth = (t.masked_fill(hole, 0) for t in (mine, theirs, truth))
     found, limit = errors(mine, truth), allowed(errors(theirs, truth), dtype)
+    if layout:
+        floor = stored_floor(layout, int((~hole).sum()))
+        limit = (max(limit[0], floor[0]), max(limit[1], floor[1]))
     if found[0] <= limit[0] and found[1] <= limit[1]:
         return ACCEPT
     return reject(
@@ -191,22 +210,31 @@ def _exact(case: Case, index: int, mine: Tensor, want: Tensor) -> Verdict:
 
 def _results(function: Callable[..., Any], case: Case, args: tuple[Any, ...]) -> Any:
     result = function(*args, **case.kwargs)
-    return tuple(args[index] for index in case.outputs) if case.outputs else result
+    written = tuple(args[index] for index in case.outputs)
+    if not written:
+        return result
+    return written if result is None else (result, *written)
 
 
 def _flat(result: Any) -> list[Tensor]:
-    """The tensors of a result: a tensor, a tuple, or a dataclass of tensors and None."""
+    """The tensors of a result: a tensor, a cache's contents, a tuple, or a dataclass of tensors
+    and None."""
     if isinstance(result, Tensor):
         return [result]
+    if isinstance(result, EntryPages):
+        return [contents(result)]
+    if isinstance(result, StateRows):
+        return [result.data]
     if dataclasses.is_dataclass(result):
         values = [getattr(result, f.name) for f in dataclasses.fields(result)]
         return [value for value in values if value is not None]
     return [tensor for item in result for tensor in _flat(item)]
 
 
-def _map(args: tuple[Any, ...], function: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    """`args` with each tensor replaced; weights and other values stay."""
-    return tuple(function(arg) if isinstance(arg, Tensor) else arg for arg in args)
+def _scaled(result: Any, args: tuple[Any, ...]) -> list[str]:
+    """For each tensor of `_flat`, the scaled layout that rounded it, or nothing."""
+    parts = result if isinstance(result, tuple) else (result,)
+    return [scaled_layout(args, part) for part in parts for _ in _flat(part)]
 
 
 def _placed(
@@ -217,11 +245,15 @@ def _placed(
     for arg in args:
         if isinstance(arg, Weight):
             placed.append(pack(arg))
+        elif isinstance(arg, Single):
+            placed.append(arg.data.clone(memory_format=torch.contiguous_format).to(device))
         elif isinstance(arg, Tensor):
             placed.append(arg.clone(memory_format=torch.contiguous_format).to(device))
         elif dataclasses.is_dataclass(arg) and not isinstance(arg, type):
             fields = {f.name: getattr(arg, f.name) for f in dataclasses.fields(arg)}
-            moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}
+            moved = {
+                k: v.clone().to(device) if isinstance(v, Tensor) else v for k, v in fields.items()
+            }
             placed.append(dataclasses.replace(arg, **moved))
         else:
             placed.append(arg)

@@ -72,6 +72,7 @@ def test_the_order_is_that_of_the_house() -> None:
         ("ops", "kernels"),
         ("ops", "formats"),
         ("kv.store", "kv.book"),
+        ("kv.store", "formats"),
         ("kernels", "platform"),
         ("platform", "core"),
         ("workers", "core"),

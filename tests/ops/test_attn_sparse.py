@@ -9,28 +9,44 @@ from typing import Any
 import pytest
 import torch
 from deepseek_oracle import TIGHT, config, filled, lifted, noise, packed, table, theirs
+from entry_caches import NAN, closing, double_key, double_latent, poisoned, where
+from entry_caches import filled as paged
+from entry_caches import table as page_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from metainfer.kv.store.entries import EntryPages, StateRows
 from metainfer.ops.activation.ref import swiglu_clamp
 from metainfer.ops.attn_sparse.ref import attn_sparse
 from metainfer.ops.common import rotate_tail
 from metainfer.ops.compress.ref import compress, visible_entries
 from metainfer.ops.hyper.ref import hyper_collapse, hyper_mix, hyper_triplet
-from metainfer.ops.indexer.ref import index_rotate, index_select
+from metainfer.ops.indexer.ref import index_query, index_select
+from metainfer.ops.latent_qkv.ref import latent_qkv
 from metainfer.ops.moe_experts.ref import moe_experts
 from metainfer.ops.moe_route.ref import moe_route
 from metainfer.ops.norm.ref import rmsnorm
 from metainfer.ops.out_group.ref import out_group
 
-NAN = float("nan")
 
-
-def one(count: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots, starts and lengths of one sequence."""
-    lens = torch.tensor([first + count], dtype=torch.int32)
-    return torch.tensor([0]), torch.tensor([0, count], dtype=torch.int32), lens
+def attend(
+    q: Tensor, tokens: Tensor, entries: Tensor | None, picks: Tensor | None, sinks: Tensor,
+    turn: Tensor, first: int, *, scale: float, window: int, ratio: int, page: int = 4,
+) -> Tensor:  # fmt: skip
+    """One sequence whose first query stands at `first`; tokens and entries go into pages, and
+    rows after the last token are padding."""
+    d, rows = q.shape[2], min(q.shape[0], len(tokens) - first)
+    local, local_table = paged([tokens], page, double_latent(d))
+    pages = entry_table = None
+    if entries is not None:
+        pages, entry_table = paged([entries], page - 1, double_latent(d), seed=1)
+    positions = torch.zeros(q.shape[0], dtype=torch.int64)
+    positions[:rows] = torch.arange(first, first + rows)
+    return attn_sparse(
+        q, local, local_table, pages, entry_table, picks, sinks, turn, positions,
+        *where([rows], [first + rows]), scale=scale, window=window, ratio=ratio,
+    )  # fmt: skip
 
 
 def turns(seed: int, length: int, rotated: int) -> Tensor:
@@ -49,10 +65,10 @@ def test_by_hand(data: st.DataObject) -> None:
     g = torch.Generator().manual_seed(seed)
     total = first + rows
     q, turn = noise(seed, rows, heads, d) * 2, turns(seed + 1, total, 4)
-    tokens = torch.full((1, total + 1, d), NAN, dtype=torch.float64)
+    tokens = torch.full((total, d), NAN, dtype=torch.float64)
     low = max(0, first - window + 1)
-    tokens[0, low:total] = noise(seed + 2, total - low, d)
-    entries = torch.full((1, total + 1, d), NAN, dtype=torch.float64)
+    tokens[low:] = noise(seed + 2, total - low, d)
+    entries = torch.full((total + 1, d), NAN, dtype=torch.float64)
     sinks = torch.tensor([sink, sink + 1], dtype=torch.float64)
     picks = torch.full((rows, 3), -1, dtype=torch.int32)
     lists: list[list[int]] = []
@@ -62,15 +78,15 @@ def test_by_hand(data: st.DataObject) -> None:
         lists.append(mine)
         if not every:
             picks[j, 3 - len(mine) :] = torch.tensor(mine, dtype=torch.int32)
-        entries[0, mine] = noise(seed + 3, total + 1, d)[mine]
-    got = attn_sparse(
-        q, tokens, entries if ratio else None, None if every else picks, sinks, turn,
-        *one(rows, first), scale=0.5, window=window, ratio=ratio,
+        entries[mine] = noise(seed + 3, total + 1, d)[mine]
+    got = attend(
+        q, tokens, entries if ratio else None, None if every else picks, sinks, turn, first,
+        scale=0.5, window=window, ratio=ratio,
     )  # fmt: skip
     for j in range(rows):
         t = first + j
-        keys = [tokens[0, p] for p in range(max(0, t - window + 1), t + 1)]
-        keys += [entries[0, w] for w in lists[j]]
+        keys = [tokens[p] for p in range(max(0, t - window + 1), t + 1)]
+        keys += [entries[w] for w in lists[j]]
         for h in range(heads):
             logits = [0.5 * float(q[j, h] @ key) for key in keys]
             top = max([*logits, float(sinks[h])])
@@ -92,10 +108,8 @@ def test_the_inverse_turns_back(seed: int) -> None:
 def test_a_strong_sink_takes_all_and_padding_is_left(seed: int, poison: None) -> None:
     q = torch.full((4, 2, 6), NAN, dtype=torch.float64)
     q[:3] = noise(seed, 3, 2, 6)
-    tokens, sinks = noise(seed, 1, 3, 6), torch.tensor([500.0, -500.0])
-    got = attn_sparse(
-        q, tokens, None, None, sinks, turns(seed, 3, 2), *one(3), scale=1.0, window=2, ratio=0
-    )
+    tokens, sinks = noise(seed, 3, 6), torch.tensor([500.0, -500.0])
+    got = attend(q, tokens, None, None, sinks, turns(seed, 3, 2), 0, scale=1.0, window=2, ratio=0)
     assert got[:3, 0].abs().max() < 1e-100 and got[:3, 1].abs().min() > 0
     assert torch.equal(got[3], torch.zeros(2, 6).double())
 
@@ -104,15 +118,15 @@ def test_a_strong_sink_takes_all_and_padding_is_left(seed: int, poison: None) ->
 @given(st.lists(st.integers(0, 21), max_size=5), st.booleans())
 def test_any_chunks_give_one_pass(cuts: list[int], every: bool) -> None:
     total, ratio = 21, 4
-    q, tokens, entries = noise(1, total, 2, 6), noise(2, 1, total, 6), noise(3, 1, 5, 6)
+    q, tokens, entries = noise(1, total, 2, 6), noise(2, total, 6), noise(3, 5, 6)
     sinks, turn = noise(4, 2), turns(5, total, 4)
     seen = visible_entries(torch.arange(total), ratio)
     picks = torch.stack((seen - 1, torch.where(seen > 2, 0, -1)), dim=1).int()
 
     def part(a: int, b: int) -> Tensor:
-        return attn_sparse(
-            q[a:b], tokens, entries, None if every else picks[a:b], sinks, turn,
-            *one(b - a, a), scale=0.4, window=5, ratio=ratio,
+        return attend(
+            q[a:b], tokens[:b], entries, None if every else picks[a:b], sinks, turn, a,
+            scale=0.4, window=5, ratio=ratio,
         )  # fmt: skip
 
     borders = [0, *sorted(cuts), total]
@@ -133,39 +147,45 @@ def test_out_group_by_hand(heads: int, groups: int, seed: int) -> None:
 # ---- transformers: a whole attention block, a whole layer ----------------------------------------
 
 
-def entries_of(module: Any, x: Tensor, turn: Tensor, ratio: int, overlap: bool) -> Tensor:
-    d, width = module.kv_norm.weight.shape[0], module.position_bias.shape[1]
-    state = torch.full((1, 2, ratio * 2, width), NAN, dtype=torch.float64)
-    cache = torch.full((1, x.shape[0] // ratio + 1, d), NAN, dtype=torch.float64)
+def entries_of(
+    module: Any, x: Tensor, turn: Tensor, ratio: int, key: bool = False
+) -> tuple[EntryPages, Tensor]:
+    count, d, width = len(x), module.kv_norm.weight.shape[0], module.position_bias.shape[1]
+    state = StateRows(0, torch.full((2, 2, ratio * 2, width), NAN, dtype=torch.float64))
+    found, total = page_table([count // ratio], 2)
+    pages = poisoned(double_key(d) if key else double_latent(d), total, 2)
     compress(
         module.kv_proj(x), module.gate_proj(x), module.position_bias, module.kv_norm.weight, turn,
-        state, cache, *one(x.shape[0]), ratio=ratio, overlap=overlap, eps=1e-6,
+        state, torch.tensor([0]), pages, closing(found[0], 2, 0, count, ratio),
+        *where([count], [count]), ratio=ratio, overlap=ratio == 4, eps=1e-6,
     )  # fmt: skip
-    return cache
+    return pages, found
 
 
 def attention(module: Any, x: Tensor, turn: Tensor, ratio: int, top_k: int) -> Tensor:
     """Our ops with their weights."""
     count, heads, d = x.shape[0], module.num_heads, module.head_dim
-    row, ones = turn[:count].unsqueeze(1), torch.ones(d, dtype=torch.float64)
+    places, span = torch.arange(count), where([count], [count])
     qr = rmsnorm(module.q_a_proj(x), module.q_a_norm.weight, 1e-6)
-    q = rotate_tail(rmsnorm(module.q_b_proj(qr).view(count, heads, d), ones, 1e-6), row)
-    kv = rotate_tail(rmsnorm(module.kv_proj(x), module.kv_norm.weight, 1e-6), turn[:count])
-    entries = selected = None
+    local_table, total = page_table([count], 16)
+    local = poisoned(double_latent(d), total, 16)
+    q = latent_qkv(
+        module.q_b_proj(qr).view(count, heads, d), module.kv_proj(x), module.kv_norm.weight,
+        places, turn, local, closing(local_table[0], 16, 0, count, 1), eps=1e-6, norm_q=True,
+    )  # fmt: skip
+    entries = entry_table = selected = None
     if ratio:
-        entries = entries_of(module.compressor, x, turn, ratio, overlap=ratio == 4)
+        entries, entry_table = entries_of(module.compressor, x, turn, ratio)
     if ratio == 4:
         indexer = module.compressor.indexer
-        keys = entries_of(indexer, x, turn, 4, overlap=True)
+        keys, key_table = entries_of(indexer, x, turn, 4, key=True)
         iq = indexer.q_b_proj(qr).view(count, indexer.num_heads, indexer.head_dim)
         selected = index_select(
-            index_rotate(iq, torch.arange(count), turn, fp4=False),
-            indexer.scorer.weights_proj(x),
-            index_rotate(keys[0].unsqueeze(1), None, None, fp4=False).squeeze(1)[None],
-            *one(count), ratio=4, top_k=top_k, scale=1 / 16,
+            index_query(iq, places, turn, keys.form), indexer.scorer.weights_proj(x),
+            keys, key_table, places, *span, ratio=4, top_k=top_k, scale=1 / 16,
         )  # fmt: skip
     mixed = attn_sparse(
-        q, kv[None], entries, selected, module.sinks, turn, *one(count),
+        q, local, local_table, entries, entry_table, selected, module.sinks, turn, places, *span,
         scale=d**-0.5, window=8, ratio=ratio,
     )  # fmt: skip
     groups = module.o_a_proj.n_groups

@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 from deepseek_oracle import TIGHT, config, filled, lifted, noise, table, theirs
+from entry_caches import NAN, closing, double_latent, line, poisoned, where
+from entry_caches import table as page_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from metainfer.kv.book.form import EntryForm
+from metainfer.kv.store.entries import EntryPages, StateRows
 from metainfer.ops.compress.ref import compress, visible_entries
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
 
-NAN = float("nan")
+Caches = tuple[StateRows, EntryPages, Tensor]
 
 
 @dataclass
@@ -31,31 +35,41 @@ class Sequence:
     ratio: int
     overlap: bool
     ring: int = 0
+    page: int = 3  # entries
+    form: EntryForm | None = None
 
-    def fresh(self) -> tuple[Tensor, Tensor]:
-        """State and cache full of NaN."""
+    def fresh(self) -> Caches:
+        """State, pages and table of one sequence; everything NaN."""
         total, width = self.kv.shape
         rows = self.ratio * (2 if self.overlap else 1) + self.ring
-        state = torch.full((2, 2, rows, width), NAN, dtype=torch.float64)
-        entries = total // self.ratio + 1
-        return state, torch.full((2, entries, self.weight.shape[0]), NAN, dtype=torch.float64)
+        state = torch.full((3, 2, rows, width), NAN, dtype=torch.float64)
+        found, count = page_table([total // self.ratio + 1], self.page, seed=total)
+        form = self.form or double_latent(self.weight.shape[0], 4)
+        return StateRows(0, state), poisoned(form, count + 1, self.page), found[0]
 
-    def feed(self, state: Tensor, cache: Tensor, first: int, last: int) -> None:
+    def feed(self, caches: Caches, first: int, last: int) -> None:
+        state, pages, row = caches
         compress(
             self.kv[first:last], self.gate[first:last], self.ape, self.weight, self.turn,
-            state, cache, torch.tensor([1]), torch.tensor([0, last - first], dtype=torch.int32),
-            torch.tensor([last], dtype=torch.int32),
-            ratio=self.ratio, overlap=self.overlap, eps=1e-6,
+            state, torch.tensor([1]), pages, closing(row, self.page, first, last, self.ratio),
+            *where([last - first], [last]), ratio=self.ratio, overlap=self.overlap, eps=1e-6,
         )  # fmt: skip
 
     def run(self, cuts: list[int]) -> Tensor:
-        state, cache = self.fresh()
+        caches = self.fresh()
         borders = [0, *cuts, self.kv.shape[0]]
         for first, last in itertools.pairwise(borders):
-            self.feed(state, cache, first, last)
-        assert cache[0].isnan().all() and state[0].isnan().all()  # nobody else's line
-        assert cache[1, self.kv.shape[0] // self.ratio :].isnan().all()
-        return cache[1, : self.kv.shape[0] // self.ratio]
+            self.feed(caches, first, last)
+        return self.entries(caches)
+
+    def entries(self, caches: Caches) -> Tensor:
+        """All entries; nobody else's line or page was touched."""
+        state, pages, row = caches
+        assert state.data[[0, 2]].isnan().all()
+        count = self.kv.shape[0] // self.ratio
+        every = line(pages, torch.arange(pages.data.shape[0]), pages.data.shape[0] * self.page)
+        assert (~every.isnan().any(1)).sum() == count
+        return line(pages, row, count)
 
 
 def sequence(
@@ -109,16 +123,16 @@ def test_any_cut_gives_the_entries_of_one_pass(data: st.DataObject) -> None:
         data.draw(st.integers(0, 999)), total, ratio, overlap, ring=data.draw(st.integers(0, 9))
     )
     cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=8)))
-    torch.testing.assert_close(q.run(cuts), q.run([]), rtol=1e-13, atol=1e-14)
+    assert torch.equal(q.run(cuts), q.run([]))
 
 
 @pytest.mark.parametrize(("ratio", "overlap", "total"), [(128, False, 140), (4, True, 30)])
 def test_token_by_token_and_every_offset(ratio: int, overlap: bool, total: int, seed: int) -> None:
     q = sequence(seed, total, ratio, overlap)
     whole = q.run([])
-    torch.testing.assert_close(q.run(list(range(1, total))), whole, rtol=1e-13, atol=1e-14)
+    assert torch.equal(q.run(list(range(1, total))), whole)
     for cut in range(1, total):
-        torch.testing.assert_close(q.run([cut]), whole, rtol=1e-13, atol=1e-14)
+        assert torch.equal(q.run([cut]), whole)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -128,34 +142,36 @@ def test_the_length_can_be_set_back_by_the_rows_to_spare(overlap: bool, seed: in
     wrong = sequence(seed + 9, 24, 4, overlap, ring=5)
     wrong.ape, wrong.weight = q.ape, q.weight
     for accepted in range(8, 16):
-        state, cache = q.fresh()
-        q.feed(state, cache, 0, accepted)
-        wrong.feed(state, cache, accepted, accepted + 5)
+        caches = q.fresh()
+        q.feed(caches, 0, accepted)
+        wrong.feed(caches, accepted, accepted + 5)
         for t in range(accepted, 24):
-            q.feed(state, cache, t, t + 1)
-        torch.testing.assert_close(cache[1, :6], q.run([]), rtol=1e-13, atol=1e-14)
+            q.feed(caches, t, t + 1)
+        assert torch.equal(q.entries(caches), q.run([]))
 
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 13), st.integers(0, 9)), min_size=1, max_size=4))
 def test_a_batch_is_its_sequences(lengths: list[tuple[int, int]]) -> None:
-    """(tokens before, tokens now) each; slots in reverse; padding after the last."""
+    """(tokens before, tokens now) each; lines in reverse; padding after the last."""
     parts = [sequence(31 * i, before + now, 4, True) for i, (before, now) in enumerate(lengths)]
     one = parts[0]
-    count, entries = len(parts), 7
-    state = torch.full((count, 2, 8, 12), NAN, dtype=torch.float64)
-    cache = torch.full((count, entries, 6), NAN, dtype=torch.float64)
+    count, entries = len(parts), 2
+    state = StateRows(0, torch.full((count + 1, 2, 8, 12), NAN, dtype=torch.float64))
+    tables, pages_ = page_table([len(part.kv) // 4 for part in parts], entries)
+    pages = poisoned(double_latent(6, 4), pages_, entries)
     turn = cos_sin(RopeSpec(rotated=4), 32).double()
 
     def step(spans: list[tuple[int, int]]) -> None:
         pad = torch.full((2, 12), NAN, dtype=torch.float64)
         kv = torch.cat([*(p.kv[a:b] for p, (a, b) in zip(parts, spans, strict=True)), pad])
         gate = torch.cat([*(p.gate[a:b] for p, (a, b) in zip(parts, spans, strict=True)), pad])
-        starts = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0).int()
-        lens = torch.tensor([b for _, b in spans], dtype=torch.int32)
-        slots = torch.arange(count - 1, -1, -1)
+        rows = zip(tables, spans, strict=True)
+        slots = torch.cat([closing(row, entries, a, b, 4) for row, (a, b) in rows])
         compress(
-            kv, gate, one.ape, one.weight, turn, state, cache, slots, starts, lens,
+            kv, gate, one.ape, one.weight, turn, state, torch.arange(count - 1, -1, -1), pages,
+            torch.cat((slots, torch.tensor([-1, -1]))),
+            *where([b - a for a, b in spans], [b for _, b in spans]),
             ratio=4, overlap=True, eps=1e-6,
         )  # fmt: skip
 
@@ -163,9 +179,8 @@ def test_a_batch_is_its_sequences(lengths: list[tuple[int, int]]) -> None:
     step([(before, before + now) for before, now in lengths])
     for i, part in enumerate(parts):
         part.ape, part.weight, part.turn = one.ape, one.weight, turn
-        want, line = part.run([]), cache[count - 1 - i]
-        torch.testing.assert_close(line[: len(want)], want, rtol=1e-13, atol=1e-14)
-        assert line[len(want) :].isnan().all()
+        want = part.run([])
+        assert torch.equal(line(pages, tables[i], len(want)), want)
 
 
 def test_visible_entries_are_those_of_closed_windows() -> None:

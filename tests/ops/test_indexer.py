@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from deepseek_oracle import TIGHT, config, filled, lifted, noise, table, theirs
+from entry_caches import double_key, line, where
+from entry_caches import filled as paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from metainfer.ops.common import rotate_tail
-from metainfer.ops.indexer.ref import e2m1, hadamard, index_rotate, index_select, scores
-
-VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-EDGES = [0.0, 0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5.0, 6.0, -6.5, 0.1, 100.0]
+from metainfer.kv.book.form import EntryForm, index_fp4, index_fp8
+from metainfer.kv.store.entry_codecs import rounded
+from metainfer.ops.common import hadamard, rotate_tail
+from metainfer.ops.indexer.ref import index_query, index_select, scores
 
 
 def call(
@@ -21,9 +22,10 @@ def call(
 ) -> Tensor:
     """One sequence whose first query stands at `first`."""
     rows = q.shape[0]
+    pages, table_ = paged([keys], 3, double_key(keys.shape[1]), seed=rows)
     return index_select(
-        q, g, keys[None], torch.tensor([0]), torch.tensor([0, rows], dtype=torch.int32),
-        torch.tensor([first + rows], dtype=torch.int32), ratio=ratio, top_k=top_k, scale=scale,
+        q, g, pages, table_, torch.arange(first, first + rows), *where([rows], [first + rows]),
+        ratio=ratio, top_k=top_k, scale=scale,
     )  # fmt: skip
 
 
@@ -36,36 +38,6 @@ def test_hadamard_is_sylvester_s_matrix(d: int, seed: int) -> None:
     torch.testing.assert_close(hadamard(hadamard(x)), x, **TIGHT)  # orthonormal, symmetric
 
 
-def rounded(value: float, scale: float) -> float:
-    """The nearest e2m1 value, ties to the even code."""
-    size = min(abs(value) / scale, 6.0)
-    best = min(range(8), key=lambda code: (abs(VALUES[code] - size), code % 2))
-    return (-1 if value < 0 else 1) * VALUES[best] * scale
-
-
-@given(st.lists(st.sampled_from(EDGES), min_size=8, max_size=8), st.integers(-160, 60))
-def test_e2m1_by_hand(values: list[float], shift: int) -> None:
-    scaled = [v * 2.0**shift for v in values]
-    amax = max(6 * 2.0**-126, *(abs(v) for v in scaled))
-    scale = 2.0**-126
-    while scale * 6 < amax:
-        scale *= 2
-    got = e2m1(torch.tensor(scaled, dtype=torch.float64)).tolist()
-    assert got == [rounded(v, scale) for v in scaled]
-
-
-def test_e2m1_groups_are_of_32_and_zeros_stay(seed: int) -> None:
-    x = noise(seed, 2, 128)
-    x[0, :32] *= 1e-6
-    x[1] = 0
-    whole = e2m1(x)
-    parts = [e2m1(part) for part in x.split(32, dim=-1)]
-    assert torch.equal(whole, torch.cat(parts, -1)) and torch.equal(whole[1], x[1])
-    assert (whole[0] - x[0]).abs().max() < 0.25 * x[0].abs().max()
-    assert whole[0, :32].abs().max() > 0
-    assert torch.equal(e2m1(whole), whole)
-
-
 def test_rope_turns_the_tail_before_the_product(seed: int) -> None:
     x, positions = noise(seed, 3, 2, 16), torch.tensor([0, 7, 30])
     angle = noise(seed + 1, 40, 4)
@@ -76,9 +48,18 @@ def test_rope_turns_the_tail_before_the_product(seed: int) -> None:
             a, b = x[t, :, 8 + 2 * i], x[t, :, 9 + 2 * i]
             want[t, :, 8 + 2 * i] = a * angle[p, i].cos() - b * angle[p, i].sin()
             want[t, :, 9 + 2 * i] = a * angle[p, i].sin() + b * angle[p, i].cos()
-    got = index_rotate(x, positions, turn, fp4=False)
-    torch.testing.assert_close(got, hadamard(want), **TIGHT)
-    assert torch.equal(index_rotate(x, None, None, fp4=True), e2m1(hadamard(x)))
+    got = index_query(x, positions, turn, double_key(16))
+    torch.testing.assert_close(got, want, **TIGHT)
+
+
+@pytest.mark.parametrize("form", [index_fp4(16), index_fp8(16)], ids=lambda form: form.layout)
+def test_queries_are_mixed_and_rounded_as_keys(form: EntryForm, seed: int) -> None:
+    x, still = noise(seed, 3, 2, 16), torch.cat((torch.ones(9, 4), torch.zeros(9, 4)), -1)
+    got = index_query(x, torch.tensor([0, 3, 8]), still, form)
+    mixed = hadamard(x)
+    assert torch.equal(got, rounded(form, mixed)) and not torch.equal(got, mixed)
+    pages, table_ = paged([mixed[:, 0]], 2, form)
+    assert torch.equal(line(pages, table_[0], 3).double(), got[:, 0])
 
 
 @settings(max_examples=80)
@@ -118,9 +99,8 @@ def test_a_query_chooses_alike_in_any_chunk_and_row_length(seed: int) -> None:
 
 def test_unrounded_hadamard_changes_no_score(seed: int) -> None:
     q, g, keys = noise(seed, 5, 3, 32), noise(seed + 1, 5, 3), noise(seed + 2, 9, 32)
-    turned = (index_rotate(part, None, None, fp4=False) for part in (q, keys.unsqueeze(1)))
-    a, b = turned
-    torch.testing.assert_close(scores(a, g, b.squeeze(1), 0.5), scores(q, g, keys, 0.5), **TIGHT)
+    mixed = scores(hadamard(q), g, hadamard(keys), 0.5)
+    torch.testing.assert_close(mixed, scores(q, g, keys, 0.5), **TIGHT)
 
 
 def test_is_transformers_indexer(seed: int) -> None:
@@ -140,10 +120,8 @@ def test_is_transformers_indexer(seed: int) -> None:
     torch.testing.assert_close(mine, q[0], **TIGHT)
     torch.testing.assert_close(scores(mine, g, keys[0], 16**-0.5 * 16**-0.5), value[0], **TIGHT)
     got = call(
-        index_rotate(raw, positions, turn, fp4=False),
-        g,
-        index_rotate(keys[0].unsqueeze(1), None, None, fp4=False).squeeze(1),
-        0, ratio=4, top_k=4, scale=1 / 16,
+        index_query(raw, positions, turn, double_key(16)), g, keys[0], 0,
+        ratio=4, top_k=4, scale=1 / 16,
     )  # fmt: skip
     for t in range(75):
         assert sorted(got[t].tolist()) == sorted(want[t].tolist())

@@ -1,17 +1,19 @@
 """Views of compressed and latent caches, and the reference access of every entry form.
 
 A page of a scaled form is a row of bytes: first the values of all its entries, then their scales
-(DeepSeek-V4's 584-byte latents and its index keys are laid out so); plain forms keep a page as
-[entries, width] in the model's type.
+(DeepSeek-V4's 584-byte latents and its index keys are laid out so), then padding; plain forms keep
+a page as [entries, width] in the model's type. An entry's slot is ``page * entries + offset``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from metainfer.kv.book.form import EntryForm
+from metainfer.kv.store import entry_codecs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +41,62 @@ class StateRows:
 
     group: int
     data: Tensor
+
+
+def store(pages: EntryPages, slots: Tensor, values: Tensor) -> None:
+    """Write `values` [n, width] (any float type) at `slots` [n] int64; -1 skips a row.
+
+    Plain forms round to their type, scaled ones as `entry_codecs.encode`. Slots that are not -1
+    are different.
+    """
+    if bool((slots < 0).any()):
+        kept = slots >= 0
+        slots, values = slots[kept], values[kept]
+    if pages.form.scale == "none":
+        _rows(pages)[slots] = values.to(pages.data.dtype)
+        return
+    rows, scales = entry_codecs.encode(pages.form, values)
+    page, offset = slots // pages.entries, slots % pages.entries
+    value_rows, scale_rows = _regions(pages)
+    value_rows[page, offset] = rows
+    scale_rows[page, offset] = scales
+
+
+def gather(pages: EntryPages, slots: Tensor) -> Tensor:
+    """Entries at `slots` [n] int64, zeros at -1: [n, width] float32 (float64 when stored so)."""
+    found = _read(pages, slots.clamp_min(0))
+    if bool((slots < 0).any()):
+        found.masked_fill_((slots < 0).unsqueeze(1), 0.0)
+    return found
+
+
+def locate(table: Tensor, entries: int, numbers: Tensor) -> Tensor:
+    """Slots of a sequence's entries: `table` [W] (page ids, -1 for none), `numbers` [n] -> [n].
+
+    -1 where the number is negative or its page is none; numbers lie below ``W * entries``.
+    """
+    page = table.long()[numbers.clamp_min(0) // entries]
+    return torch.where((numbers < 0) | (page < 0), -1, page * entries + numbers % entries)
+
+
+def _read(pages: EntryPages, slots: Tensor) -> Tensor:
+    if pages.form.scale == "none":
+        found = _rows(pages).index_select(0, slots)
+        return found if found.dtype == torch.float64 else found.float()
+    page, offset = slots // pages.entries, slots % pages.entries
+    value_rows, scale_rows = _regions(pages)
+    return entry_codecs.decode(pages.form, value_rows[page, offset], scale_rows[page, offset])
+
+
+def _rows(pages: EntryPages) -> Tensor:
+    """A plain form's entries as one matrix."""
+    return pages.data.view(-1, pages.form.width)
+
+
+def _regions(pages: EntryPages) -> tuple[Tensor, Tensor]:
+    """A scaled form's value rows [P, entries, bytes] and scale rows, as views."""
+    width = entry_codecs.value_bytes(pages.form)
+    border, end = pages.entries * width, pages.entries * pages.form.bytes
+    values = pages.data[:, :border].unflatten(1, (pages.entries, width))
+    scales = pages.data[:, border:end].unflatten(1, (pages.entries, pages.form.bytes - width))
+    return values, scales

@@ -1,6 +1,7 @@
 """Cases of `attn_sparse`: window borders, short and empty selections, strong and absent sinks.
 
-Tokens that the window has left behind, entries that nobody chose and foreign lines hold NaN.
+Tokens that the window has left behind, entries that nobody chose and foreign pages are poison; the
+table of the window holds -1 before it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from metainfer.core.step import Phase
+from metainfer.kv.store.entries import EntryPages, gather, locate
 from metainfer.ops.attn_sparse.ref import attn_sparse, chosen
 from metainfer.ops.case import Case, generator, normal
+from metainfer.ops.case_caches import Entries, Form, paged
 from metainfer.ops.common import rotate_tail, wide
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
 
@@ -22,7 +25,8 @@ PREFILL = frozenset({Phase.CHUNK, Phase.MIXED})
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """(queries, context) per sequence, and the sizes. `top_k` 0: all visible entries."""
+    """(queries, context) per sequence, and the sizes. `top_k` 0: all visible entries; `page` in
+    tokens."""
 
     name: str
     sequences: tuple[tuple[int, int], ...]
@@ -33,6 +37,7 @@ class Layout:
     ratio: int = 4
     top_k: int = 3
     sink: float = 0.0
+    page: int = 16
     padding: int = 0
     phases: frozenset[Phase] = PREFILL
 
@@ -40,66 +45,101 @@ class Layout:
 LAYOUTS = (
     Layout("first-token", ((1, 1),), phases=DECODING),
     Layout("decode-borders", ((1, 7), (1, 8), (1, 9), (1, 40)), phases=DECODING),
+    Layout("decode-around-k", ((1, 11), (1, 12), (1, 15), (1, 19)), page=64, phases=DECODING),
     Layout("decode-all", ((1, 40), (1, 3), (1, 16)), ratio=16, top_k=0, phases=DECODING),
     Layout("decode-window-only", ((1, 40), (1, 3)), ratio=0, phases=DECODING),
     Layout("decode-idle-padded", ((0, 9), (1, 30), (0, 2)), padding=2, phases=DECODING),
-    Layout("decode-wide", ((1, 300),), hq=64, d=512, rotated=64, window=128, top_k=32,
+    Layout("decode-wide", ((1, 300),), hq=64, d=512, rotated=64, window=128, top_k=32, page=256,
            phases=DECODING),
-    Layout("verify", ((3, 33), (2, 2)), phases=DECODING),
+    Layout("verify", ((3, 33), (2, 2), (8, 70)), page=64, phases=DECODING),
     Layout("prompt", ((37, 37),)),
     Layout("prompt-all", ((40, 40),), ratio=8, top_k=0),
-    Layout("chunks", ((9, 50), (5, 12)), top_k=6),
+    Layout("prompt-blocks", ((140, 170),), top_k=5, page=64),
+    Layout("chunks", ((9, 50), (5, 12)), top_k=6, page=256),
+    Layout("chunk-few-of-many", ((12, 400), (1, 90)), top_k=4, page=64),
     Layout("chunk-window-only", ((20, 33),), ratio=0),
     Layout("strong-sink", ((5, 30),), sink=20.0),
-    Layout("weak-sink-odd", ((5, 30),), hq=3, d=10, rotated=2, window=5, ratio=3, sink=-40.0),
+    Layout("weak-sink-odd", ((5, 30),), hq=3, d=26, rotated=10, window=5, ratio=2, sink=-40.0),
 )  # fmt: skip
 
 
-def build(layout: Layout, seed: int) -> Case:
-    g = generator(seed)
-    count, d, ratio, window = len(layout.sequences), layout.d, layout.ratio, layout.window
-    queries = [n for n, _ in layout.sequences]
+@dataclass(slots=True)
+class _Drawn:
+    """What the caches hold, and where."""
+
+    tokens: Tensor
+    local_table: Tensor
+    entries: Tensor
+    entry_table: Tensor
+    picks: Tensor
+    positions: Tensor
+
+
+def _draw(layout: Layout, g: torch.Generator) -> _Drawn:
+    d, ratio, window = layout.d, layout.ratio, layout.window
     contexts = [context for _, context in layout.sequences]
-    rows = sum(queries)
-    slots = torch.randperm(count + 1, generator=g)[:count]
-    tokens = torch.full((count + 1, max(contexts) + 1, d), float("nan"), dtype=torch.float64)
-    width = max(contexts) // ratio + 1 if ratio else 0
-    entries = torch.full((count + 1, width, d), float("nan"), dtype=torch.float64)
-    picks = torch.full((rows + layout.padding, max(layout.top_k, 1)), -1, dtype=torch.int32)
+    per_page = layout.page // ratio if ratio else 1
+    rows = sum(n for n, _ in layout.sequences) + layout.padding
+    local_table, pages = paged(g, contexts, layout.page)
+    counts = [context // ratio if ratio else 0 for context in contexts]
+    entry_table, entry_pages = paged(g, counts, per_page)
+    drawn = _Drawn(
+        torch.full((pages * layout.page, d), torch.nan, dtype=torch.float64),
+        local_table,
+        torch.full((entry_pages * per_page, d), torch.nan, dtype=torch.float64),
+        entry_table,
+        torch.full((rows, max(layout.top_k, 1)), -1, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int64),
+    )
     row = 0
-    for slot, n, context in zip(slots.tolist(), queries, contexts, strict=True):
+    for s, (n, context) in enumerate(layout.sequences):
         first = max(0, context - n - window + 1)
-        tokens[slot, first:context] = normal(g, context - first, d)
+        near = torch.arange(first, context)
+        drawn.tokens[locate(local_table[s], layout.page, near)] = normal(g, len(near), d)
+        local_table[s, : first // layout.page] = -1
         for t in range(context - n, context):
+            drawn.positions[row] = t
             seen = (t + 1) // ratio if ratio else 0
             mine = torch.randperm(seen, generator=g)
             if layout.top_k:
                 mine = mine[: layout.top_k]
-                picks[row, : len(mine)] = mine.int()
-            entries[slot, mine] = normal(g, len(mine), d)
+                drawn.picks[row, : len(mine)] = mine.int()
+            drawn.entries[locate(entry_table[s], per_page, mine)] = normal(g, len(mine), d)
             row += 1
-    sparse = ratio > 0 and layout.top_k > 0
+    return drawn
+
+
+def build(layout: Layout, seed: int) -> Case:
+    g = generator(seed)
+    drawn, ratio = _draw(layout, g), layout.ratio
+    queries = [n for n, _ in layout.sequences]
+    contexts = [context for _, context in layout.sequences]
+    rows = sum(queries)
+    sparse, form = ratio > 0 and layout.top_k > 0, Form("kv", layout.d, layout.rotated)
     return Case(
         op="attn_sparse",
         name=layout.name,
         args=(
-            normal(g, rows + layout.padding, layout.hq, d),
-            tokens,
-            entries if ratio else None,
-            picks if sparse else None,
+            normal(g, rows + layout.padding, layout.hq, layout.d),
+            Entries(form, drawn.tokens, layout.page),
+            drawn.local_table,
+            Entries(form, drawn.entries, layout.page // ratio) if ratio else None,
+            drawn.entry_table if ratio else None,
+            drawn.picks if sparse else None,
             (normal(g, layout.hq) + layout.sink).float(),
             cos_sin(RopeSpec(rotated=layout.rotated), max(contexts)),
-            slots,
+            drawn.positions,
             torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32),
             torch.tensor(contexts, dtype=torch.int32),
         ),
-        kwargs={"scale": d**-0.5, "window": window, "ratio": ratio},
+        kwargs={"scale": layout.d**-0.5, "window": layout.window, "ratio": ratio},
         shape={
             "rows": rows + layout.padding,
-            "seqs": count,
+            "seqs": len(contexts),
             "hq": layout.hq,
-            "d": d,
-            "window": window,
+            "d": layout.d,
+            "rotated": layout.rotated,
+            "window": layout.window,
             "ratio": ratio,
             "top_k": layout.top_k,
             "context": max(contexts),
@@ -116,12 +156,14 @@ def cases(seed: int) -> list[Case]:
 
 def recipe(
     q: Tensor,
-    tokens: Tensor,
-    entries: Tensor | None,
+    local: EntryPages,
+    local_table: Tensor,
+    entries: EntryPages | None,
+    entry_table: Tensor | None,
     selected: Tensor | None,
     sinks: Tensor,
     cos_sin: Tensor,
-    slots: Tensor,
+    positions: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
     *,
@@ -132,18 +174,20 @@ def recipe(
     """Query by query: softmax float32, weights and mix rounded to the dtype, then the rotation."""
     out = torch.zeros_like(q)
     starts = query_start.tolist()
-    for s, (slot, context) in enumerate(zip(slots.tolist(), context_lens.tolist(), strict=True)):
+    for s in range(len(context_lens)):
         for row in range(starts[s], starts[s + 1]):
-            t = context - starts[s + 1] + row
-            keys = tokens[slot, max(0, t - window + 1) : t + 1]
-            if entries is not None and ratio:
+            t = int(positions[row])
+            near = torch.arange(max(0, t - window + 1), t + 1)
+            keys = gather(local, locate(local_table[s], local.entries, near))
+            if entries is not None and entry_table is not None and ratio:
                 picked = None if selected is None else selected[row : row + 1]
-                mask = chosen(torch.tensor([t]), picked, (t + 1) // ratio, ratio)[0]
-                keys = torch.cat((keys, entries[slot, : (t + 1) // ratio][mask]))
-            logits = wide(q[row]) @ wide(keys).T * scale  # [Hq, L]
+                mask = chosen(positions[row : row + 1], picked, (t + 1) // ratio, ratio)[0]
+                mine = locate(entry_table[s], entries.entries, mask.nonzero().squeeze(1))
+                keys = torch.cat((keys, gather(entries, mine)))
+            logits = wide(q[row]) @ keys.to(wide(q).dtype).T * scale  # [Hq, L]
             sink = sinks.to(logits.dtype).unsqueeze(1)
             weights = torch.softmax(torch.cat((logits, sink), dim=-1), dim=-1)[:, :-1].to(q.dtype)
-            mixed = (wide(weights) @ wide(keys)).to(q.dtype)
+            mixed = (wide(weights) @ keys.to(wide(q).dtype)).to(q.dtype)
             out[row] = rotate_tail(wide(mixed), cos_sin[t], inverse=True).to(q.dtype)
     return out
 

@@ -1,30 +1,51 @@
 """Declared implementations of `attn_sparse`."""
 
+from collections.abc import Callable
+
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Impl
 from metainfer.ops.declare import FLOATS
+from metainfer.ops.declare_entries import LATENTS, moved, per_layout
+
+
+def _chosen(c: Context) -> int:
+    """Entries of one query."""
+    ratio, context = extent(c, "ratio", 0), extent(c, "context", 1024)
+    visible = context // ratio if ratio else 0
+    top_k = extent(c, "top_k", 0)
+    return min(top_k, visible) if top_k else visible
 
 
 def _keys(c: Context) -> int:
     """Keys of one query: its window and its entries."""
-    ratio, context = extent(c, "ratio", 0), extent(c, "context", 1024)
-    visible = context // ratio if ratio else 0
-    top_k = extent(c, "top_k", 0)
-    return min(context, extent(c, "window", 128)) + (min(top_k, visible) if top_k else visible)
-
-
-def _traffic(c: Context) -> float:
-    """All tokens and entries gathered and widened, logits passed about four times (seed)."""
-    cached = extent(c, "seqs") * extent(c, "context", 1024) * extent(c, "d")
-    logits = extent(c, "rows") * extent(c, "hq") * extent(c, "context", 1024)
-    return float(cached * (width(c) + 8) + logits * 16)
+    return min(extent(c, "context", 1024), extent(c, "window", 128)) + _chosen(c)
 
 
 def _operations(c: Context) -> float:
     return 4.0 * extent(c, "rows") * extent(c, "hq") * _keys(c) * extent(c, "d")
 
 
-IMPLS = (
+def _cost(
+    reads: float, passes: float, launches: int, part: float
+) -> Callable[[str], Callable[[Context], float | None]]:
+    """Each query's keys `reads` times, its logits `passes` times, queries in and out (seeds)."""
+
+    def made(layout: str) -> Callable[[Context], float | None]:
+        def traffic(c: Context) -> float:
+            rows, hq = extent(c, "rows"), extent(c, "hq")
+            keys = moved(layout, rows * _keys(c), c)
+            queries = 2.0 * rows * hq * extent(c, "d") * width(c)
+            return reads * keys + queries + passes * rows * hq * _keys(c) * 4
+
+        return roofline(traffic, _operations, launches=launches, part=part, element="float32")
+
+    return made
+
+
+IMPLS = per_layout(
+    "kv",
+    LATENTS,
+    _cost(1, 4, 40, 0.3),
     Impl(
         op="attn_sparse",
         name="ref",
@@ -32,6 +53,5 @@ IMPLS = (
         provider="reference",
         dtypes=FLOATS,
         honours=frozenset({"selected", "entries"}),
-        cost=roofline(_traffic, _operations, launches=40, part=0.3, element="float32"),
     ),
 )

@@ -1,4 +1,7 @@
-"""Cases of `compress`: chunks that begin and end inside windows, idle sequences, padded rows."""
+"""Cases of the compressors: chunks that begin and end inside windows, idle sequences, padding.
+
+Entries that nobody closes and raw rows that nobody needs are poison, pages lie in any order.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metainfer.kv.book.form import plain
+from metainfer.kv.store.entries import EntryPages, StateRows, gather, store
 from metainfer.ops.case import Case, generator, normal
-from metainfer.ops.common import wide
+from metainfer.ops.case_caches import Entries, Form, Rows, Single, paged
+from metainfer.ops.common import hadamard, rotate_tail
 from metainfer.ops.compress.ref import compress
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
-
-UNTOUCHED = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """(queries, context) per sequence, and the sizes."""
+    """(queries, context) per sequence, and the sizes; `page` in tokens."""
 
     name: str
     sequences: tuple[tuple[int, int], ...]
@@ -26,61 +30,93 @@ class Layout:
     overlap: bool = True
     d: int = 32
     rotated: int = 8
-    ring: int = 0  # rows beyond those that windows need
-    padding: int = 0
+    spare: int = 8  # rows beyond those that windows need
+    page: int = 16
+    padding: int = 0  # rows of no sequence
+    padded: int = 0  # sequences of the padding line
 
 
 LAYOUTS = (
     Layout("first-token", ((1, 1),)),
     Layout("first-window", ((4, 4),)),
     Layout("prompt", ((19, 19),)),
-    Layout("chunk-inside", ((3, 7), (2, 6))),
-    Layout("chunk-across", ((9, 26), (1, 8), (1, 9)), ring=8),
-    Layout("decode-closing", ((1, 4), (1, 8), (1, 40), (1, 41))),
+    Layout("prompt-long", ((150, 150),), page=64),
+    Layout("chunk-inside", ((3, 7), (2, 6)), page=256),
+    Layout("chunk-across", ((9, 26), (1, 8), (1, 9)), page=64),
+    Layout("decode-closing", ((1, 4), (1, 8), (1, 40), (1, 41)), padded=2),
+    Layout("verify", ((8, 20), (5, 5), (3, 39))),
     Layout("idle-padded", ((0, 12), (5, 17), (0, 3)), padding=3),
     Layout("nothing", ((0, 5),)),
-    Layout("apart", ((20, 37), (1, 16), (1, 17)), ratio=8, overlap=False),
-    Layout("apart-128", ((150, 270), (1, 128), (3, 256)), ratio=128, overlap=False, d=16),
-    Layout("apart-odd", ((7, 7), (2, 10)), ratio=3, overlap=False, d=10, rotated=2, ring=5),
+    Layout("narrow", ((6, 21), (1, 12)), d=16, rotated=4, spare=0),
+    Layout("apart", ((20, 37), (1, 16), (1, 17)), ratio=8, overlap=False, spare=0),
+    Layout("apart-128", ((150, 270), (1, 128), (3, 256)), 128, False, 16, page=256, padded=1),
+    Layout("apart-4", ((7, 7), (2, 10)), overlap=False, spare=5),
 )
 
 
-def build(layout: Layout, seed: int) -> Case:
+def build(op: str, role: str, layout: Layout, seed: int) -> Case:
     g = generator(seed)
     d, ratio, count = layout.d, layout.ratio, len(layout.sequences)
-    width = d * (2 if layout.overlap else 1)
-    ring = ratio * (2 if layout.overlap else 1) + layout.ring
-    queries = [n for n, _ in layout.sequences]
-    contexts = [context for _, context in layout.sequences]
-    rows = sum(queries)
-    # Lines of the caches: one more than sequences, in another order.
-    slots = torch.randperm(count + 1, generator=g)[:count]
-    most = max(contexts) // ratio + 1
+    wide = 2 if layout.overlap else 1
+    per_page = layout.page // ratio
+    sequences = layout.sequences + ((1, 1),) * layout.padded
+    queries = [n for n, _ in sequences]
+    contexts = [context for _, context in sequences]
+    rows = sum(queries) + layout.padding
+    table, pages = paged(g, [context // ratio for _, context in layout.sequences], per_page)
+    ring = torch.full((count + 2, 2, ratio * wide + layout.spare, wide * d), torch.nan).double()
+    lines = torch.cat((torch.randperm(count + 1, generator=g)[:count], torch.tensor([count + 1])))
+    lines = lines[torch.arange(len(sequences)).clamp_max(count)]
+    slots, row = torch.full((rows,), -1), 0
+    for s, (n, context) in enumerate(layout.sequences):
+        low = max((context - n) // ratio - (wide - 1), 0) * ratio
+        kept = torch.arange(low, context - n) % ring.shape[2]
+        ring[lines[s], :, kept] = normal(g, 2, len(kept), wide * d)
+        for t in range(context - n, context):
+            if (t + 1) % ratio == 0:
+                w = t // ratio
+                slots[row] = table[s, w // per_page] * per_page + w % per_page
+            row += 1
     args: tuple[Any, ...] = (
-        normal(g, rows + layout.padding, width),
-        normal(g, rows + layout.padding, width, scale=2.0),
-        normal(g, ratio, width).float(),
+        Single(normal(g, rows, wide * d)),
+        Single(normal(g, rows, wide * d, scale=2.0)),
+        normal(g, ratio, wide * d).float(),
         (normal(g, d) + 1).float(),
         cos_sin(RopeSpec(rotated=layout.rotated), max(contexts) + 1),
-        normal(g, count + 1, 2, ring, width).float(),
-        torch.full((count + 1, most, d), UNTOUCHED, dtype=torch.float64),
+        Rows(ring),
+        lines,
+        Entries(
+            Form(role, d, layout.rotated),
+            torch.full((pages * per_page, d), torch.nan, dtype=torch.float64),
+            per_page,
+        ),
         slots,
         torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32),
         torch.tensor(contexts, dtype=torch.int32),
     )
     return Case(
-        op="compress",
+        op=op,
         name=layout.name,
         args=args,
         kwargs={"ratio": ratio, "overlap": layout.overlap, "eps": 1e-6},
-        shape={"rows": rows + layout.padding, "seqs": count, "d": d, "ratio": ratio},
+        shape={
+            "rows": rows,
+            "seqs": len(sequences),
+            "d": d,
+            "rotated": layout.rotated,
+            "ratio": ratio,
+        },
         semantics=frozenset({"overlap"} if layout.overlap else ()),
-        outputs=(5, 6),
+        outputs=(5, 7),
     )
 
 
 def cases(seed: int) -> list[Case]:
-    return [build(layout, seed + index) for index, layout in enumerate(LAYOUTS)]
+    return [build("compress", "kv", layout, seed + i) for i, layout in enumerate(LAYOUTS)]
+
+
+def index_cases(seed: int) -> list[Case]:
+    return [build("compress_index", "index", layout, seed + i) for i, layout in enumerate(LAYOUTS)]
 
 
 def recipe(
@@ -89,31 +125,36 @@ def recipe(
     ape: Tensor,
     weight: Tensor,
     cos_sin: Tensor,
-    state: Tensor,
-    cache: Tensor,
-    *rest: Tensor,
+    state: StateRows,
+    lines: Tensor,
+    pages: EntryPages,
+    slots: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
     **kwargs: Any,
 ) -> None:
     """The published code rounds after the norm, and once more after the rotation."""
+    d, ratio = pages.form.width, int(kwargs["ratio"])
+    kind = pages.data.dtype if pages.form.scale == "none" else kv.dtype
+    form = plain("latent@1", d, str(kind).removeprefix("torch."))
+    data = torch.zeros(pages.data.shape[0], pages.entries, d, dtype=kind)
+    normed = EntryPages(group=0, data=data, form=form, entries=pages.entries)
     unturned = cos_sin.clone()
     half = unturned.shape[-1] // 2
     unturned[:, :half], unturned[:, half:] = 1.0, 0.0
-    compress(kv, gate, ape, weight, unturned, state, cache, *rest, **kwargs)
-    slots, starts, contexts = (t.tolist() for t in rest)
-    ratio = int(kwargs["ratio"])
-    for s, slot in enumerate(slots):
-        opened = (contexts[s] - (starts[s + 1] - starts[s])) // ratio
-        closed = contexts[s] // ratio
-        if opened < closed:
-            turn = cos_sin[torch.arange(opened, closed) * ratio]
-            cos, sin = turn.to(wide(cache).dtype).chunk(2, dim=-1)
-            tail = wide(cache[slot, opened:closed, -2 * half :])
-            pairs = torch.view_as_complex(tail.reshape(*tail.shape[:-1], half, 2).contiguous())
-            pairs = pairs * torch.complex(cos, sin)
-            turned = torch.view_as_real(pairs).flatten(-2)
-            cache[slot, opened:closed, -2 * half :] = turned.to(cache.dtype)
+    compress(
+        kv, gate, ape, weight, unturned, state, lines, normed, slots, query_start, context_lens,
+        **kwargs,
+    )  # fmt: skip
+    starts = query_start.tolist()
+    for s, context in enumerate(context_lens.tolist()):
+        rows = torch.arange(starts[s], starts[s + 1])
+        rows = rows[slots[rows] >= 0]
+        first = context - starts[s + 1] + rows - (ratio - 1)
+        values = rotate_tail(gather(normed, slots[rows]), cos_sin[first])
+        store(pages, slots[rows], hadamard(values) if pages.form.hadamard else values)
 
 
-CASES = {"compress": cases}
-REFERENCES = {"compress": compress}
-RECIPES = {"compress": recipe}
+CASES = {"compress": cases, "compress_index": index_cases}
+REFERENCES = {"compress": compress, "compress_index": compress}
+RECIPES = {"compress": recipe, "compress_index": recipe}

@@ -1,23 +1,42 @@
-"""Declared implementations of `compress`."""
+"""Declared implementations of `compress` and `compress_index`."""
+
+from collections.abc import Callable
 
 from metainfer.kernels.cost import extent, roofline
 from metainfer.kernels.impl import Context, Impl
 from metainfer.ops.declare import FLOATS
+from metainfer.ops.declare_entries import KEYS, LATENTS, moved, per_layout
 
 
-def _traffic(c: Context) -> float:
-    """Raw rows of two halves in float32, passed about twelve times (seed)."""
-    return 12.0 * extent(c, "rows") * extent(c, "d") * 2 * 4
+def _cost(
+    passes: float, launches: int, part: float
+) -> Callable[[str], Callable[[Context], float | None]]:
+    """`passes` over the raw float32 rows (gates and values, two halves), and the entries made."""
+
+    def made(layout: str) -> Callable[[Context], float | None]:
+        def traffic(c: Context) -> float:
+            rows = extent(c, "rows")
+            entries = rows / extent(c, "ratio", 4)
+            return passes * rows * extent(c, "d") * 4 * 4 + moved(layout, entries, c)
+
+        return roofline(traffic, launches=launches, part=part)
+
+    return made
 
 
-IMPLS = (
-    Impl(
-        op="compress",
+def _declared(op: str, role: str, layouts: "dict[str, str]") -> tuple[Impl, ...]:
+    reference = Impl(
+        op=op,
         name="ref",
         load="metainfer.ops.compress.ref:compress",
         provider="reference",
         dtypes=FLOATS,
         honours=frozenset({"overlap"}),
-        cost=roofline(_traffic, launches=30, part=0.3),
-    ),
+    )
+    return per_layout(role, layouts, _cost(6, 30, 0.3), reference)
+
+
+IMPLS = (
+    *_declared("compress", "kv", dict(LATENTS)),
+    *_declared("compress_index", "index", dict(KEYS)),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from metainfer.ops.common import rotate_tail, wide
+from metainfer.kv.store.entries import EntryPages, StateRows, store
+from metainfer.ops.common import hadamard, rotate_tail, wide
 
 
 def visible_entries(positions: Tensor, ratio: int) -> Tensor:
@@ -19,8 +20,9 @@ def compress(
     ape: Tensor,
     weight: Tensor,
     cos_sin: Tensor,
-    state: Tensor,
-    cache: Tensor,
+    state: StateRows,
+    lines: Tensor,
+    pages: EntryPages,
     slots: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
@@ -29,14 +31,15 @@ def compress(
     overlap: bool,
     eps: float,
 ) -> None:
-    """Write the entries of all windows that this call's tokens close, and keep its last rows.
+    """Store the entries of all windows that this call's tokens close, and keep its last rows.
 
-    kv, gate [T, C], C = 2 d with `overlap`, else d; ape [ratio, C]; weight [d];
-    cos_sin [M, R] float32; state [B, 2, L, C]; cache [B, W, d]; slots [S] int64;
-    query_start [S + 1], context_lens [S] int32. See the folder's README.
+    kv, gate [T, C], C = 2 d with `overlap`, else d; ape [ratio, C]; weight [d]; cos_sin [M, R]
+    float32; state [B + 1, 2, L, C]; lines [S], slots [T] int64; query_start [S + 1],
+    context_lens [S] int32. See the folder's README.
     """
+    ring = state.data
     starts = query_start.tolist()
-    for s, (slot, context) in enumerate(zip(slots.tolist(), context_lens.tolist(), strict=True)):
+    for s, (line, context) in enumerate(zip(lines.tolist(), context_lens.tolist(), strict=True)):
         begin, end = starts[s], starts[s + 1]
         first = context - (end - begin)
         positions = torch.arange(first, context, device=kv.device)
@@ -46,15 +49,33 @@ def compress(
         opened, closed = first // ratio, context // ratio
         if opened < closed:
             low = max(opened - int(overlap), 0) * ratio
-            kept = torch.arange(low, first, device=kv.device) % state.shape[2]
-            old = state[slot][:, kept].to(new.dtype)
+            kept = torch.arange(low, first, device=kv.device) % ring.shape[2]
+            old = ring[line][:, kept].to(new.dtype)
             taken = torch.cat((old, new[:, : closed * ratio - first]), dim=1)
             pooled = _overlapping(taken, ratio, opened) if overlap else _apart(taken, ratio)
-            entries = _finish(pooled, weight, cos_sin, opened * ratio, ratio, eps)
-            cache[slot, opened:closed] = entries.to(cache.dtype)
-        length = min(end - begin, state.shape[2])
+            entries = finish(
+                pooled, weight, cos_sin, torch.arange(opened, closed) * ratio, pages, eps
+            )
+            last = torch.arange(opened + 1, closed + 1, device=kv.device) * ratio - 1
+            store(pages, slots[begin + last - first], entries)
+        length = min(end - begin, ring.shape[2])
         if length:
-            state[slot, :, positions[-length:] % state.shape[2]] = new[:, -length:].to(state.dtype)
+            ring[line, :, positions[-length:] % ring.shape[2]] = new[:, -length:].to(ring.dtype)
+
+
+def finish(
+    pooled: Tensor,
+    weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    pages: EntryPages,
+    eps: float,
+) -> Tensor:
+    """Norm, rotation at each window's first position, and Hadamard where the form says: [n, d]."""
+    scale = torch.rsqrt(pooled.square().mean(-1, keepdim=True) + eps)
+    normed = pooled * scale * weight.to(pooled.dtype)
+    turned = rotate_tail(normed, cos_sin[positions.to(cos_sin.device)])
+    return hadamard(turned) if pages.form.hadamard else turned
 
 
 def _apart(rows: Tensor, ratio: int) -> Tensor:
@@ -73,13 +94,3 @@ def _overlapping(rows: Tensor, ratio: int, opened: int) -> Tensor:
     before, own = windows[:, :-1].chunk(2, dim=-1)[0], windows[:, 1:].chunk(2, dim=-1)[1]
     both = torch.cat((before, own), dim=2)  # [kv and z, n, 2 ratio, d]
     return (torch.softmax(both[1], dim=1) * both[0]).sum(dim=1)
-
-
-def _finish(
-    pooled: Tensor, weight: Tensor, cos_sin: Tensor, position: int, ratio: int, eps: float
-) -> Tensor:
-    """Norm, then rotation at each window's first position: [n, d]."""
-    scale = torch.rsqrt(pooled.square().mean(-1, keepdim=True) + eps)
-    normed = pooled * scale * weight.to(pooled.dtype)
-    at = position + torch.arange(pooled.shape[0], device=pooled.device) * ratio
-    return rotate_tail(normed, cos_sin[at])

@@ -1,8 +1,7 @@
-"""Cases of the indexer: ties at 0, short rows, borders of windows, unread keys (NaN), padding.
+"""Cases of the indexer: ties at 0, short rows, borders of windows, unread keys (poison), padding.
 
-`index_select` gets small multiples of powers of two, so scores are exact in every dtype. With
-rounding to e2m1, `index_rotate` is compared bit for bit: next to a border any other order of the
-butterflies may land on the other side.
+`index_select` gets small multiples of powers of two that every form holds exactly, so scores are
+exact in every dtype and rounding cannot turn a choice.
 """
 
 from __future__ import annotations
@@ -13,18 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metainfer.kv.book.form import EntryForm
+from metainfer.kv.store.entry_codecs import rounded
 from metainfer.ops.case import Case, generator, integers, normal
-from metainfer.ops.common import rotate_tail, wide
-from metainfer.ops.indexer.ref import hadamard, index_rotate, index_select
+from metainfer.ops.case_caches import Entries, Form, paged
+from metainfer.ops.common import hadamard, rotate_tail, wide
+from metainfer.ops.indexer.ref import index_query, index_select
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
 
-#: (rows, heads, d, rotated; 0: keys, which are rotated already)
-ROTATIONS = ((0, 4, 32, 8), (1, 1, 64, 0), (5, 3, 32, 8), (3, 64, 128, 64), (7, 1, 16, 0))
+#: A key's largest value: over 448 it is a power of two, so that no form's scale is rounded.
+LARGEST = 1.75
+
+#: (rows, heads, d, rotated)
+QUERIES = ((0, 4, 32, 8), (1, 1, 64, 4), (5, 3, 32, 8), (3, 64, 128, 64), (7, 1, 16, 4))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """(queries, context) per sequence, and the sizes."""
+    """(queries, context) per sequence, and the sizes; `page` in tokens."""
 
     name: str
     sequences: tuple[tuple[int, int], ...]
@@ -32,43 +37,46 @@ class Layout:
     d: int = 16
     ratio: int = 4
     top_k: int = 3
+    page: int = 16
     padding: int = 0
 
 
 LAYOUTS = (
     Layout("nothing-to-see", ((1, 1), (3, 3))),
+    Layout("one-entry", ((1, 4), (2, 7)), top_k=1),
     Layout("prompt", ((40, 40),)),
-    Layout("short-rows", ((9, 30), (1, 15), (1, 16)), top_k=7),
-    Layout("decode-borders", ((1, 11), (1, 12), (1, 13), (1, 100))),
+    Layout("around-k", ((1, 11), (1, 12), (1, 15), (1, 16), (1, 19))),
+    Layout("short-rows", ((9, 30), (1, 15), (1, 16)), top_k=7, page=64),
+    Layout("decode-borders", ((1, 11), (1, 12), (1, 13), (1, 100)), page=256),
+    Layout("verify", ((8, 60), (3, 31), (1, 7))),
     Layout("one-head", ((1, 60), (5, 61)), heads=1, d=8),
     Layout("idle-padded", ((0, 12), (5, 37), (0, 3)), padding=3),
     Layout("ratio-1", ((3, 30),), ratio=1, top_k=8),
-    Layout("wide", ((4, 300),), heads=64, d=128, top_k=16),
+    Layout("wide", ((4, 300), (1, 90)), heads=64, d=128, top_k=16, page=64),
 )
 
 
-def rotate_cases(seed: int) -> list[Case]:
+def query_cases(seed: int) -> list[Case]:
     g = generator(seed)
     found = []
-    for rows, heads, d, rotated in ROTATIONS:
+    for rows, heads, d, rotated in QUERIES:
         x = normal(g, rows, heads, d)
         if rows > 2:
             x[1] = 0
             x[2] *= 1e-3
-        table = cos_sin(RopeSpec(rotated=rotated), 200) if rotated else None
-        positions = integers(g, 200, rows) if rotated else None
-        for fp4 in (False, True):
-            found.append(
-                Case(
-                    op="index_rotate",
-                    name=f"{rows}x{heads}x{d}-{rotated}{'-fp4' * fp4}",
-                    args=(x, positions, table),
-                    kwargs={"fp4": fp4},
-                    shape={"rows": rows, "heads": heads, "d": d, "rotated": rotated},
-                    semantics=frozenset({"fp4"} if fp4 else ()),
-                    exact=fp4,
-                )
+        found.append(
+            Case(
+                op="index_query",
+                name=f"{rows}x{heads}x{d}-{rotated}",
+                args=(
+                    x,
+                    integers(g, 200, rows),
+                    cos_sin(RopeSpec(rotated=rotated), 200),
+                    Form("index", d),
+                ),
+                shape={"rows": rows, "heads": heads, "d": d, "rotated": rotated},
             )
+        )
     return found
 
 
@@ -78,16 +86,23 @@ def build(layout: Layout, seed: int) -> Case:
     def exact(steps: int, unit: float, *shape: int) -> Tensor:
         return (integers(g, 2 * steps + 1, *shape) - steps).double() * unit
 
-    count = len(layout.sequences)
+    ratio, per_page = layout.ratio, layout.page // layout.ratio
     queries = [n for n, _ in layout.sequences]
     contexts = [context for _, context in layout.sequences]
     rows = sum(queries) + layout.padding
-    slots = torch.randperm(count + 1, generator=g)[:count]
-    keys = torch.full(
-        (count + 1, max(contexts) // layout.ratio + 2, layout.d), float("nan"), dtype=torch.float64
-    )
-    for slot, context in zip(slots.tolist(), contexts, strict=True):
-        keys[slot, : context // layout.ratio] = exact(3, 0.5, context // layout.ratio, layout.d)
+    table, pages = paged(g, [context // ratio for context in contexts], per_page)
+    keys = torch.full((pages * per_page, layout.d), torch.nan, dtype=torch.float64)
+    positions, row = torch.zeros(rows, dtype=torch.int64), 0
+    for s, (n, context) in enumerate(layout.sequences):
+        w = torch.arange(context // ratio)
+        slots = table[s, w // per_page] * per_page + w % per_page
+        found = exact(3, 0.5, len(w), layout.d)
+        found[:, 0] = LARGEST * (2.0 * integers(g, 2, len(w)) - 1)
+        keys[slots.long()] = found
+        if n == 1 and len(w) > 2:
+            keys[slots[1].long()] = keys[slots[0].long()]
+        positions[row : row + n] = torch.arange(context - n, context)
+        row += n
     q, weights = exact(3, 0.25, rows, layout.heads, layout.d), exact(4, 0.25, rows, layout.heads)
     if rows > 2:
         q[1] = 0  # every entry ties at 0
@@ -97,18 +112,19 @@ def build(layout: Layout, seed: int) -> Case:
         args=(
             q,
             weights,
-            keys,
-            slots,
+            Entries(Form("index", layout.d), keys, per_page),
+            table,
+            positions,
             torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32),
             torch.tensor(contexts, dtype=torch.int32),
         ),
-        kwargs={"ratio": layout.ratio, "top_k": layout.top_k, "scale": 2.0**-5},
+        kwargs={"ratio": ratio, "top_k": layout.top_k, "scale": 2.0**-5},
         shape={
             "rows": rows,
-            "seqs": count,
+            "seqs": len(contexts),
             "heads": layout.heads,
             "d": layout.d,
-            "ratio": layout.ratio,
+            "ratio": ratio,
             "top_k": layout.top_k,
             "context": max(contexts),
         },
@@ -119,19 +135,18 @@ def select_cases(seed: int) -> list[Case]:
     return [build(layout, seed + index) for index, layout in enumerate(LAYOUTS)]
 
 
-def rotate_recipe(
-    x: Tensor, positions: Tensor | None, table: Tensor | None, *, fp4: bool
-) -> Tensor:
-    """The published code rounds after the rotation and after the Hadamard product."""
-    if positions is not None and table is not None:
-        x = rotate_tail(wide(x), table[positions].unsqueeze(1)).to(x.dtype)
-    return hadamard(wide(x)).to(x.dtype)
+def query_recipe(q: Tensor, positions: Tensor, cos_sin: Tensor, form: EntryForm) -> Tensor:
+    """The published code rounds to the dtype after the rotation and after the Hadamard product."""
+    q = rotate_tail(wide(q), cos_sin[positions].unsqueeze(1)).to(q.dtype)
+    if form.hadamard:
+        q = hadamard(wide(q)).to(q.dtype)
+    return rounded(form, q)
 
 
 def select_recipe(*args: Any, **kwargs: Any) -> Tensor:
     return index_select(*args, **kwargs)
 
 
-CASES = {"index_rotate": rotate_cases, "index_select": select_cases}
-REFERENCES = {"index_rotate": index_rotate, "index_select": index_select}
-RECIPES = {"index_rotate": rotate_recipe, "index_select": select_recipe}
+CASES = {"index_query": query_cases, "index_select": select_cases}
+REFERENCES = {"index_query": index_query, "index_select": index_select}
+RECIPES = {"index_query": query_recipe, "index_select": select_recipe}

@@ -1,48 +1,93 @@
-"""Declared implementations of `index_rotate` and `index_select`."""
+"""Declared implementations of `index_query` and `index_select`, and the layouts of index keys."""
+
+from collections.abc import Callable
 
 from metainfer.kernels.cost import elementwise, extent, roofline, width
-from metainfer.kernels.impl import Context, Impl
+from metainfer.kernels.impl import Context, Impl, Layout
 from metainfer.ops.declare import FLOATS
+from metainfer.ops.declare_entries import KEYS, moved, per_layout
+
+LAYOUTS = (
+    # Pages [P, entries, width] in the model's type, as the norm and the rotation leave them.
+    Layout(id="index@1", role="index"),
+    # After the Hadamard matrix: e4m3 with a float32 scale a key; e2m1 with a scale byte per group.
+    Layout(id="index-fp8@1", role="index"),
+    Layout(id="index-fp4@1", role="index"),
+)
 
 
-def _values(c: Context) -> float:
-    """One pass per butterfly step, reads and writes."""
-    d = extent(c, "d")
-    return 2.0 * extent(c, "rows") * extent(c, "heads") * d * max(d.bit_length(), 1)
+def _values(passes: float) -> Callable[[Context], float]:
+    """`passes` over the queries, each a read and a write."""
+
+    def amount(c: Context) -> float:
+        return 2.0 * passes * extent(c, "rows") * extent(c, "heads") * extent(c, "d")
+
+    return amount
+
+
+def _query_cost(
+    plain: float, mixed: float, launches: int, part: float
+) -> Callable[[str], Callable[[Context], float | None]]:
+    """Passes of a plain form, and of one that mixes and rounds (seeds)."""
+    return lambda layout: elementwise(
+        _values(plain if layout == "index@1" else mixed), launches=launches, part=part
+    )
 
 
 def _entries(c: Context) -> int:
     return extent(c, "context", 1024) // extent(c, "ratio", 4)
 
 
-def _traffic(c: Context) -> float:
-    """Keys of every sequence, products per head, and a sort of each row (seed: 40 passes)."""
-    rows, heads, entries = extent(c, "rows"), extent(c, "heads"), _entries(c)
-    keys = extent(c, "seqs") * entries * extent(c, "d") * width(c)
-    return float(keys + rows * entries * (3 * heads + 40) * 4)
+def _select_cost(
+    passes: float, launches: int, part: float, compute_part: float
+) -> Callable[[str], Callable[[Context], float | None]]:
+    """Keys of every sequence, products per head, `passes` over the scores (seed)."""
 
+    def operations(c: Context) -> float:
+        return 2.0 * extent(c, "rows") * extent(c, "heads") * _entries(c) * extent(c, "d")
 
-def _operations(c: Context) -> float:
-    return 2.0 * extent(c, "rows") * extent(c, "heads") * _entries(c) * extent(c, "d")
+    def made(layout: str) -> Callable[[Context], float | None]:
+        def traffic(c: Context) -> float:
+            rows, heads, entries = extent(c, "rows"), extent(c, "heads"), _entries(c)
+            keys = moved(layout, extent(c, "seqs") * entries, c)
+            queries = rows * heads * extent(c, "d") * width(c)
+            return float(keys + queries + rows * entries * (3 * heads + passes) * 4)
+
+        return roofline(
+            traffic,
+            operations,
+            launches=launches,
+            part=part,
+            compute_part=compute_part,
+            element="float32",
+        )
+
+    return made
 
 
 IMPLS = (
-    Impl(
-        op="index_rotate",
-        name="ref",
-        load="metainfer.ops.indexer.ref:index_rotate",
-        provider="reference",
-        dtypes=FLOATS,
-        honours=frozenset({"fp4"}),
-        graph_safe=True,
-        cost=elementwise(_values, launches=40, part=0.3),
+    *per_layout(
+        "index",
+        KEYS,
+        _query_cost(4, 24, 40, 0.3),
+        Impl(
+            op="index_query",
+            name="ref",
+            load="metainfer.ops.indexer.ref:index_query",
+            provider="reference",
+            dtypes=FLOATS,
+        ),
     ),
-    Impl(
-        op="index_select",
-        name="ref",
-        load="metainfer.ops.indexer.ref:index_select",
-        provider="reference",
-        dtypes=FLOATS,
-        cost=roofline(_traffic, _operations, launches=20, part=0.3, element="float32"),
+    *per_layout(
+        "index",
+        KEYS,
+        _select_cost(40, 20, 0.3, 0.7),
+        Impl(
+            op="index_select",
+            name="ref",
+            load="metainfer.ops.indexer.ref:index_select",
+            provider="reference",
+            dtypes=FLOATS,
+        ),
     ),
 )

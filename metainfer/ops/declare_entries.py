@@ -1,0 +1,50 @@
+"""Declarations of ops that read or write cache entries through `kv.store.entries`. No torch.
+
+Such an implementation serves every form; a bundle has one, so it is declared once per layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from metainfer.kernels.cost import BYTES, extent, width
+from metainfer.kernels.impl import Context, Impl
+from metainfer.kv.book.form import entry_form
+
+#: Layout id -> what it adds to an implementation's name.
+LATENTS: Mapping[str, str] = MappingProxyType({"latent@1": "", "latent-fp8@1": "-fp8"})
+KEYS: Mapping[str, str] = MappingProxyType(
+    {"index@1": "", "index-fp8@1": "-fp8", "index-fp4@1": "-fp4"}
+)
+
+
+def per_layout(
+    role: str, layouts: Mapping[str, str], cost: Callable[[str], Callable[[Context], float | None]],
+    impl: Impl,
+) -> tuple[Impl, ...]:  # fmt: skip
+    """`impl` once per layout of `role`; `cost` makes its cost function from the layout's id."""
+    return tuple(
+        replace(
+            impl,
+            name=impl.name + suffix,
+            requires_layout={**impl.requires_layout, role: layout},
+            cost=cost(layout),
+        )
+        for layout, suffix in layouts.items()
+    )
+
+
+def entry_bytes(layout: str, context: Context, channels: str = "d") -> int:
+    """Bytes of one entry of `layout` in the request's dtype; its tail is `rotated`."""
+    dtype = context.request.dtype
+    stored = dtype if dtype in BYTES else "float32"
+    return entry_form(
+        layout, extent(context, channels), extent(context, "rotated", 0), stored
+    ).bytes
+
+
+def moved(layout: str, entries: float, context: Context) -> float:
+    """Bytes to read `entries` entries and to hold them widened, or the reverse."""
+    return entries * (entry_bytes(layout, context) + max(width(context), 4) * extent(context, "d"))

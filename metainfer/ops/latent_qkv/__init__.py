@@ -1,0 +1,1 @@
+"""Queries and latents before they are used: see README.md."""
