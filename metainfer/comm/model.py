@@ -1,0 +1,223 @@
+"""What a collective costs: latency and bandwidth terms with contention, in microseconds.
+
+Formulas and constants: alpha-beta with contention as in the table below; every constant is a seed
+until the tuner's record replaces it. S: message bytes, N: ranks, B: link rate, eta: all-to-all
+efficiency, Bx: rate of the crossing, h: handshake, T0: kernel floor, g: island size.
+
+==================  ===============================================================
+one_shot            T0 + h + max((N-1) S / (B eta), g^2 S / Bx)
+ll                  T0 + a + twice the bytes of one_shot; no handshake
+two_shot            T0 + 2h + max(2 (N-1)/N S / (B eta), g S / Bx)
+staged              T0 + 2 (N-1) 0.7 h + max(2 (N-1)/N S / (0.92 B), g S / Bx)
+island              T0 + 2h + h_x + 2 (g-1)/g S / (B eta_g) + c S / Bx
+copy                12 + 2 (N-1) 6 + 2 (N-1)/N S / (0.95 B), crossing as staged
+copy_island         12 + 6 a copy + the slower of the island's terms + the other over the pieces
+host one_shot       T0 + h_host + (S + (N-1) S) / Bd, Bd = min(B, DRAM / N)
+host two_shot       T0 + 2 h_host + max(S, 2 (N-1)/N S) / Bd, both at most 0.8 duplex
+host copy           36 + as two_shot, at most the duplex rate
+nccl                bracket: 6.6 + steps or 8.4 + 5.7 steps, with 2 (N-1)/N S / busbw
+==================  ===============================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from metainfer.comm.topology import Topology
+
+KIB, MIB = 1 << 10, 1 << 20
+FAN_IN = 0.46
+"""A port that n senders write into at once gives n ** -FAN_IN of its rate: fitted once, to 0.60 for
+three senders and 0.41 for seven (field: 0.56 to 0.64 and 0.38 to 0.45)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seeds of the protocol, in microseconds, and shares of the link rate."""
+
+    floor: float = 3.0  # T0: a kernel in a graph, with its local reduction
+    poll: float = 1.6  # of a handshake, beside the two ways of its flag
+    staged: float = 0.92
+    stage: float = 0.7  # of a handshake, per staged pass
+    copy: float = 0.95
+    copy_setup: float = 6.0
+    copy_floor: float = 12.0
+    host_handshake: float = 3.0
+    host_kernel: float = 0.8  # of the duplex rate, kernels that read and write pinned memory
+    piece: int = 2 * MIB  # of a pipelined copy
+    ll_limit: int = 64 * KIB
+
+
+SEEDS = Costs()
+Formula = Callable[[Topology, int, Costs], float]
+
+
+def eta(senders: int) -> float:
+    """Share of its rate that a port keeps when `senders` write into it at once."""
+    return float(max(1, senders) ** -FAN_IN)
+
+
+def handshake(topology: Topology, costs: Costs, *, across: bool = True) -> float:
+    """The worst pair's, or within islands only."""
+    return costs.poll + 2 * one_way(topology, across=across)
+
+
+def one_way(topology: Topology, *, across: bool = True) -> float:
+    """Largest latency between two cards, or between two of one island."""
+    groups = [tuple(range(topology.world))] if across else topology.islands
+    pairs = [(i, j) for group in groups for i in group for j in group if i != j]
+    return max((topology.latency_us(i, j) for i, j in pairs), default=topology.switch_us)
+
+
+def one_shot(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
+    return costs.floor + handshake(topology, costs) + _everyone(topology, size)
+
+
+def ll(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
+    if size > costs.ll_limit:
+        return float("inf")
+    return costs.floor + one_way(topology) + _everyone(topology, 2 * size)
+
+
+def two_shot(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
+    n = topology.world
+    port = 2 * (n - 1) / n * size / (topology.link_bytes_s * eta(n - 1)) * 1e6
+    wire = max(port, _crossing(topology, _halves(topology) * size))
+    return costs.floor + 2 * handshake(topology, costs) + wire
+
+
+def staged(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
+    n = topology.world
+    port = 2 * (n - 1) / n * size / (costs.staged * topology.link_bytes_s) * 1e6
+    wire = max(port, _crossing(topology, _halves(topology) * size))
+    return costs.floor + 2 * (n - 1) * costs.stage * handshake(topology, costs) + wire
+
+
+def island(topology: Topology, size: int, costs: Costs = SEEDS, wide: int = 2) -> float:
+    """`wide`: bytes on the crossing over those of the message: 2 for float32 partials of bf16."""
+    if len(topology.islands) < 2:
+        return float("inf")
+    h_in, h_x = (handshake(topology, costs, across=across) for across in (False, True))
+    return costs.floor + 2 * h_in + h_x + _inside(topology, size) + _crossing(topology, wide * size)
+
+
+def island_ll(topology: Topology, size: int, costs: Costs = SEEDS, wide: int = 2) -> float:
+    if len(topology.islands) < 2 or size > costs.ll_limit:
+        return float("inf")
+    hops = 2 * one_way(topology, across=False) + one_way(topology)
+    return costs.floor + hops + _inside(topology, 2 * size) + _crossing(topology, wide * 2 * size)
+
+
+def copy(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
+    n = topology.world
+    port = 2 * (n - 1) / n * size / (costs.copy * topology.link_bytes_s) * 1e6
+    wire = max(port, _crossing(topology, _halves(topology) * size))
+    return costs.copy_floor + 2 * (n - 1) * costs.copy_setup + wire
+
+
+def copy_island(topology: Topology, size: int, costs: Costs = SEEDS, wide: int = 2) -> float:
+    if len(topology.islands) < 2:
+        return float("inf")
+    g = _halves(topology)
+    inside = 2 * (g - 1) / g * size / (costs.copy * topology.link_bytes_s) * 1e6
+    cross = _crossing(topology, wide * size)
+    setups = (2 * (g - 1) + 1) * costs.copy_setup
+    fill = min(inside, cross) / max(1, size // costs.piece)
+    return costs.copy_floor + setups + max(inside, cross) + fill
+
+
+def host_one_shot(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
+    n = topology.world
+    rate = min(topology.host_bytes_s, topology.dram_bytes_s / n)
+    return costs.floor + costs.host_handshake + n * size / rate * 1e6
+
+
+def host_two_shot(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
+    wire = _through_host(topology, size, costs.host_kernel)
+    return costs.floor + 2 * costs.host_handshake + wire
+
+
+def host_copy(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
+    """Copy-engine pieces through host memory; four pieces each way cost their setups."""
+    return costs.copy_floor + 4 * costs.copy_setup + _through_host(topology, size, 1.0)
+
+
+PEER: Mapping[str, Formula] = {
+    "ll": ll,
+    "one_shot": one_shot,
+    "two_shot": two_shot,
+    "staged": staged,
+    "island_ll": island_ll,
+    "island": island,
+    "copy": copy,
+    "copy_island": copy_island,
+}
+HOST: Mapping[str, Formula] = {
+    "one_shot": host_one_shot,
+    "two_shot": host_two_shot,
+    "copy": host_copy,
+}
+
+
+def nccl_bracket(world: int, size: int, busbw: float = 41e9) -> tuple[float, float]:
+    """Low and high estimate of NCCL's all-reduce, the better of its two protocols."""
+    steps = 2 * (world - 1)
+    wire = 2 * (world - 1) / world * size / busbw * 1e6
+    protocols = ((6.6 + 1.0 * steps, 2 * wire), (8.4 + 5.7 * steps, wire))
+    low = min(max(latency, time) for latency, time in protocols)
+    high = min(latency + time for latency, time in protocols)
+    return low, high
+
+
+def best(
+    formulas: Mapping[str, Formula], topology: Topology, size: int, costs: Costs = SEEDS
+) -> tuple[str, float]:
+    """The cheapest algorithm and its time; ties go to the one named first."""
+    times = {name: formula(topology, size, costs) for name, formula in formulas.items()}
+    name = min(times, key=lambda each: times[each])
+    return name, times[name]
+
+
+def bands(
+    formulas: Mapping[str, Formula], topology: Topology, sizes: list[int], costs: Costs = SEEDS
+) -> list[tuple[str, int]]:
+    """The crossover table: each algorithm with the largest of `sizes` at which it is still best."""
+    names = [best(formulas, topology, size, costs)[0] for size in sizes]
+    ends = [i for i, (a, b) in enumerate(pairwise(names)) if a != b]
+    return [(names[i], sizes[i]) for i in (*ends, len(sizes) - 1)]
+
+
+def _everyone(topology: Topology, size: int) -> float:
+    """Every rank writes `size` to every other."""
+    n = topology.world
+    port = (n - 1) * size / (topology.link_bytes_s * eta(n - 1)) * 1e6
+    return max(port, _crossing(topology, _halves(topology) ** 2 * size))
+
+
+def _halves(topology: Topology) -> int:
+    return max(len(group) for group in topology.islands)
+
+
+def _crossing(topology: Topology, size: float) -> float:
+    """Time of the crossing for `size` bytes each way; 0 without one."""
+    if len(topology.islands) < 2:
+        return 0.0
+    rate = topology.crossing_bytes_s
+    if all(topology.switches):
+        rate = min(rate, topology.uplink_bytes_s)
+    return size / rate * 1e6
+
+
+def _inside(topology: Topology, size: int) -> float:
+    g = _halves(topology)
+    return 2 * (g - 1) / g * size / (topology.link_bytes_s * eta(g - 1)) * 1e6
+
+
+def _through_host(topology: Topology, size: int, share: float) -> float:
+    """A rank leaves its own part out: S down, 2 (N-1)/N S up; both directions at once."""
+    n = topology.world
+    up = 2 * (n - 1) / n * size
+    rate = min(topology.host_bytes_s, topology.dram_bytes_s / n)
+    return max(size / rate, up / rate, (size + up) / (share * topology.duplex_bytes_s)) * 1e6
