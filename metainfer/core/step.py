@@ -12,6 +12,8 @@ its own, and an idle rank computes `padding` dummy tokens so that collectives ma
 Results may arrive one step late: while step n runs, step n+1 is planned with `PENDING` in place of
 the token that n will sample; the device puts it in. Speculation: a run's last `drafts` tokens are
 proposals; the result carries the accepted ones plus one (`tokens` has 1 .. drafts + 1 entries).
+Where the device proposes by itself, they are `PENDING` too: the first of those that it made after
+the slot's latest sampling run.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import msgspec
 from metainfer.core.request import FinishReason, SamplingParams
 
 PENDING = -1
-"""Placeholder token id: the latest token sampled for this slot, known only on the device."""
+"""Placeholder token id, known only on the device: the latest token sampled for this slot or, among
+a run's drafts, a token that the device proposed."""
 
 ALL_LAYERS = -1
 
@@ -45,7 +48,8 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True):
     token. `tokens`: ids; `PENDING` where only the device knows. The last `drafts` of them are
     speculative. `logits`: how many of the last rows need logits (0 for a chunk that does not end
     the prompt, 1 + drafts when sampling, all rows for prompt log-probabilities); sampling happens
-    iff `samples`.
+    iff `samples`. `proposals`: how many drafts the device shall propose for the tokens after the
+    one sampled last; pages exist for ``proposals - 1`` positions beyond the run (ADR 0010).
     """
 
     slot: int
@@ -54,6 +58,7 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True):
     logits: int = 0
     drafts: int = 0
     samples: bool = False
+    proposals: int = 0
 
     @property
     def end(self) -> int:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from metainfer.core.clock import VirtualClock
 from metainfer.core.errors import InternalError
@@ -158,6 +159,15 @@ class _Slot:
     states: list[list[int]]  # per group: ring rows, or one rolling value
     sampled: int
     latest: int = PENDING
+    proposals: list[int] = field(default_factory=list)
+
+
+class NullProposer(Protocol):
+    """A stand-in for a model that drafts (`executor.speculative.ModelDrafts`)."""
+
+    def propose(self, request_id: str, sampled: int, count: int) -> Sequence[int]:
+        """Exactly `count` ids that may follow the first `sampled` tokens of the answer."""
+        ...
 
 
 class NullDevice:
@@ -170,8 +180,10 @@ class NullDevice:
         contents: bool = True,
         cost: NullCost | None = None,
         clock: VirtualClock | None = None,
+        proposer: NullProposer | None = None,
     ) -> None:
         self.vocab = vocab
+        self.proposer = proposer
         self.contents = contents
         self.cost = cost or NullCost()
         self.clock = clock
@@ -273,7 +285,7 @@ class NullDevice:
         message = self.faults.get((step, slot.entry.request_id), "")
         if message:
             return RunResult(run.slot, error=message)
-        tokens = [slot.latest if token == PENDING else token for token in run.tokens]
+        tokens = self._filled(slot, run)
         views = [
             self._compute(domain, slot, token, position)
             for position, token in enumerate(tokens, run.start)
@@ -281,7 +293,40 @@ class NullDevice:
         rows = self._prompt_rows(slot, run, views)
         if not run.samples:
             return RunResult(run.slot, prompt_logprobs=rows)
-        return self._sample(slot, run, tokens, views, rows)
+        answer = self._sample(slot, run, tokens, views, rows)
+        self._propose(domain, slot, run)
+        return answer
+
+    def _filled(self, slot: _Slot, run: TokenRun) -> list[int]:
+        """The run's ids, with what only the device knows in place of the placeholders.
+
+        Raises:
+            InternalError: more drafts are wanted than were proposed.
+        """
+        known = len(run.tokens) - run.drafts
+        tokens = [slot.latest if token == PENDING else token for token in run.tokens[:known]]
+        for i, token in enumerate(run.tokens[known:]):
+            if token == PENDING and i >= len(slot.proposals):
+                raise InternalError(f"slot {run.slot} has no proposal {i}")
+            tokens.append(slot.proposals[i] if token == PENDING else token)
+        return tokens
+
+    def _propose(self, domain: int, slot: _Slot, run: TokenRun) -> None:
+        """Make the proposals asked for, and write beyond the run as a drafter does.
+
+        What stands there is nonsense until the positions are computed; nobody may read it before.
+        """
+        for position in range(run.end, run.end + run.proposals - 1) if self.contents else ():
+            for group in self._groups:
+                if group.kind is not GroupKind.STATE:
+                    page, cell = divmod(position, group.page_tokens)
+                    self._page(domain, slot, group, page)[cell] = mix(position, run.slot)
+        slot.proposals = []
+        if run.proposals:
+            if self.proposer is None:
+                raise InternalError("proposals are asked of a device that makes none")
+            name, count = slot.entry.request_id, run.proposals
+            slot.proposals = list(self.proposer.propose(name, slot.sampled, count))
 
     def _sample(
         self,

@@ -15,7 +15,14 @@ class DraftSource(Protocol):
     """Proposes the next tokens of a sequence; called once per decode run, in running order."""
 
     def propose(self, request: Request, tokens: Sequence[int], limit: int) -> Sequence[int]:
-        """Up to `limit` tokens that may follow `tokens` (prompt and generated). May be empty."""
+        """Up to `limit` tokens that may follow `tokens` (prompt and generated). May be empty.
+
+        `tokens` is the scheduler's own list: it grows between calls, and is read, not kept.
+        """
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request ended or was put back: let go of what is held for it, if anything."""
         ...
 
 
@@ -26,6 +33,7 @@ class SchedulerConfig:
     `max_context`: most tokens of prompt and answer together. `step_tokens`: most tokens computed in
     a step. `mixed_prefill_tokens`: most prefill tokens in a step in which *any* domain decodes,
     because all domains wait for the slowest. `max_drafts`: most proposed tokens per verify run.
+    `model_drafts`: the device proposes them itself and plans carry placeholders (ADR 0010).
     `split_phases`: prefill and decode get a segment each instead of sharing a mixed one. `layouts`
     maps a phase to the layout of its segments, `buckets` to the padded sizes captured for it.
     """
@@ -36,6 +44,7 @@ class SchedulerConfig:
     mixed_prefill_tokens: int = 512
     max_waiting: int = 1024
     max_drafts: int = 0
+    model_drafts: bool = False
     split_phases: bool = False
     layouts: Mapping[Phase, str] = field(default_factory=dict)
     buckets: Mapping[Phase, tuple[int, ...]] = field(default_factory=dict)

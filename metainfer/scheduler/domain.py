@@ -31,6 +31,7 @@ class Domain:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.gaps = GapWindow()
+        self.behind = 0  # tokens of this step for decodes that are due more than one
         first = index * kv.sizes.slots
         self._slots = list(range(first, first + max_running))  # heap
         self._room: list[int] | None = None  # unclaimed pages per group, within one step

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 SLICE_S = 5.0
 SLICES = 12
 
+ALL_IN_VAIN = 512
+"""Drafts without one accepted after which something is wrong: at 1 % acceptance this has odds of
+0.6 %."""
+ENOUGH_ACCEPTED = 16
+"""Accepted drafts that end the alarm."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -36,11 +42,44 @@ class Stats:
     kv_used: float
     decode_gaps_s: tuple[float, ...]
     cache_alarms: tuple[str, ...]
+    draft_alarm: str
     counters: Counters
 
     @property
     def longest_decode_gap_s(self) -> float:
         return max(self.decode_gaps_s, default=0.0)
+
+
+class DraftWatch:
+    """Raises an alarm when drafts are verified and not one of them is ever accepted (B-24).
+
+    A single lucky draft does not end the alarm: `ENOUGH_ACCEPTED` since it was raised do.
+    """
+
+    def __init__(self) -> None:
+        self._in_vain = 0  # verified since one was accepted
+        self._accepted = 0  # since the alarm was raised
+        self._raised = False
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """A verify run came back."""
+        self._in_vain = 0 if accepted else self._in_vain + drafted
+        if self._raised:
+            self._accepted += accepted
+            self._raised = self._accepted < ENOUGH_ACCEPTED
+        elif self._in_vain >= ALL_IN_VAIN:
+            self._raised, self._accepted = True, 0
+
+    @property
+    def alarm(self) -> str:
+        """One line, empty when all is well."""
+        if not self._raised:
+            return ""
+        return (
+            f"none of the last {self._in_vain} drafted tokens was accepted"
+            if self._in_vain
+            else f"only {self._accepted} drafted tokens were accepted since a run of none"
+        )
 
 
 class GapWindow:

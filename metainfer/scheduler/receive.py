@@ -59,7 +59,7 @@ class Receiver:
         if (
             len(tokens) != 1
             or run.drafts
-            or seq.hold
+            or seq.hold is not None
             or start + 1 != count
             or len(run.tokens) != 1
             or account is None
@@ -103,6 +103,8 @@ class Receiver:
                 )
             end -= rejected
             scheduler.counters.accepted_drafts += answer.accepted_drafts
+            if run.drafts:
+                scheduler.draft_watch.note(run.drafts, answer.accepted_drafts)
             kept, finish, stop = accept(seq, kept)
             scheduler.counters.generated_tokens += len(kept)
         if resident:
@@ -131,8 +133,8 @@ class Receiver:
         account = seq.account
         assert account is not None
         domain = self._scheduler.domains[seq.domain]
-        if run.samples and seq.hold:
-            seq.hold = False
+        if seq.hold is run:
+            seq.hold = None
             rejected = run.start + len(run.tokens) - end
             end = domain.kv.rewind(account, end, rejected)
             seq.planned = end

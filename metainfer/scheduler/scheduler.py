@@ -27,7 +27,8 @@ from metainfer.kv.book.manager import Hit, KVManager
 from metainfer.scheduler.build import Build, Flight
 from metainfer.scheduler.config import DraftSource, SchedulerConfig
 from metainfer.scheduler.domain import Domain
-from metainfer.scheduler.metrics import Counters, Stats
+from metainfer.scheduler.drafting import Drafting
+from metainfer.scheduler.metrics import Counters, DraftWatch, Stats
 from metainfer.scheduler.receive import Receiver
 from metainfer.scheduler.sequence import Sequence
 from metainfer.scheduler.share import share
@@ -63,7 +64,8 @@ class Scheduler:
         self.clock = clock or SystemClock()
         self.counters = Counters()
         self.domains = [Domain(i, manager, config.max_running) for i, manager in enumerate(kv)]
-        self._drafts = drafts if config.max_drafts else None
+        self.draft_watch = DraftWatch()
+        self.drafting = Drafting(config, drafts)
         self._sequences: dict[str, Sequence] = {}
         self._flights: deque[Flight] = deque()
         self._build = Build(len(self.domains))
@@ -171,6 +173,7 @@ class Scheduler:
         if not self._build.withdraw(seq.slot):
             self._build.released.append(seq.slot)
         domain.vacate(seq)
+        self.drafting.forget(seq)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -240,16 +243,22 @@ class Scheduler:
         )
 
     def _survey(self, domain: Domain) -> tuple[list[Sequence], int]:
-        """Running sequences with a prompt's worth of tokens due, and tokens due to decodes."""
-        prompts, decodes = [], 0
+        """Running sequences with a prompt's worth of tokens due, and tokens due to decodes.
+
+        A decode may be due several: what rejected drafts set a saved state back by. All get one,
+        and the first in order what the step holds beyond that.
+        """
+        prompts, decodes, count = [], 0, 0
         few = 1 + self.config.max_drafts
         for seq in domain.running:
             due = (seq.known if seq.known < seq.stop_at else seq.stop_at) - seq.planned
             if due > few:
                 prompts.append(seq)
-            elif due > 0 and not seq.hold:
-                decodes += due
-        return prompts, decodes
+            elif due > 0 and seq.hold is None:
+                decodes, count = decodes + due, count + 1
+        most = max(self.config.step_tokens - count, 0)
+        domain.behind = min(decodes - count, most)
+        return prompts, count + domain.behind
 
     def _plan(self, domain: Domain, prompts: list[Sequence], decodes: int, mixed: bool) -> None:
         """Give each running sequence of a domain its tokens, in order, preempting from the end."""
@@ -262,14 +271,14 @@ class Scheduler:
             seq.share = tokens
         spare = self.config.step_tokens - decodes - sum(shares)
         few = 1 + self.config.max_drafts
-        fast, grid = self._drafts is None, domain.kv.grid if domain.kv.states else _NEVER
+        fast, grid = not self.drafting.active, domain.kv.grid if domain.kv.states else _NEVER
         running, runs, position = domain.running, self._build.short[domain.index], 0
         while position < len(running):
             seq = running[position]
             position += 1
             start = seq.planned
             due = (seq.known if seq.known < seq.stop_at else seq.stop_at) - start
-            if due <= 0 or seq.hold:
+            if due <= 0 or seq.hold is not None:
                 continue
             account = seq.account
             assert account is not None
@@ -280,55 +289,43 @@ class Scheduler:
                 seq.in_flight += 1
                 runs.append((seq, TokenRun(seq.slot, start, (token,), 1, 0, True)))
                 continue
-            wanted = due if due <= few else seq.share
+            wanted = seq.share
+            if due <= few:
+                wanted = 1 + min(due - 1, domain.behind)
+                domain.behind -= wanted - 1
             if wanted:
-                spare -= self._run(domain, seq, wanted, spare)
+                self._run(domain, seq, wanted)
+        if not fast:
+            self.counters.drafted_tokens += self.drafting.extend(domain, self._build, spare)
 
-    def _run(self, domain: Domain, seq: Sequence, wanted: int, spare: int) -> int:
-        """Plan one run of up to `wanted` due tokens; returns how many drafts were added to it."""
+    def _run(self, domain: Domain, seq: Sequence, wanted: int) -> None:
+        """Plan one run of up to `wanted` due tokens."""
         start, kv, account = seq.planned, domain.kv, seq.account
         assert account is not None
         end = self._chunk_end(kv, seq, start + wanted)
         end = self._chunk_end(kv, seq, self._make_room(domain, seq, end))
         if end <= start:
-            return 0
-        moves = kv.state_moves(account, start) if kv.states else []
-        samples = seq.samples and end == seq.known
-        drafts: tuple[int, ...] = ()
-        if samples and self._drafts is not None:
-            seq.hold = True
-            if end == start + 1:
-                drafts = self._propose(domain, seq, end, spare)
-        self._build.moves += moves
-        if drafts:
-            self._build.moves += kv.checkpoint(account, start)
-        total = end + len(drafts)
-        if total > account.covered:
-            grants = kv.reserve(account, total)
+            return
+        if kv.states:
+            self._build.moves += kv.state_moves(account, start)
+        if end > account.covered:
+            grants = kv.reserve(account, end)
             if isinstance(grants, Verdict):
                 raise InternalError(f"pages vanished while planning: {grants.reasons}")
             self._build.pages += grants
-        self._append(domain, seq, end, drafts, samples)
-        return len(drafts)
-
-    def _append(
-        self, domain: Domain, seq: Sequence, end: int, drafts: tuple[int, ...], samples: bool
-    ) -> None:
-        start = seq.planned
         tokens = tuple(seq.tokens[start:end])
         if len(tokens) < end - start:
             tokens += (PENDING,)
-        logits = (1 + len(drafts)) if samples else 0
+        samples = seq.samples and end == seq.known
+        logits = int(samples)
         if seq.wants_rows and seq.rows_planned < seq.prompt_len and start < seq.prompt_len:
             logits = max(logits, end - max(start, seq.rows_planned))
             seq.rows_planned = max(seq.rows_planned, min(end, seq.prompt_len))
-        run = TokenRun(seq.slot, start, tokens + drafts, logits, len(drafts), samples)
+        run = TokenRun(seq.slot, start, tokens, logits, 0, samples)
         seq.planned = end
         seq.in_flight += 1
         seq.known += samples
-        self.counters.drafted_tokens += len(drafts)
-        short = drafts or end - start == 1
-        lists = self._build.short if short else self._build.chunks
+        lists = self._build.short if end - start == 1 else self._build.chunks
         lists[domain.index].append((seq, run))
 
     def _chunk_end(self, kv: KVManager, seq: Sequence, end: int) -> int:
@@ -341,13 +338,20 @@ class Scheduler:
     def _make_room(self, domain: Domain, seq: Sequence, end: int) -> int:
         """The position up to which pages exist, after preempting from the end if none did.
 
-        A sequence whose result is awaited waits for it first: pages may come back with it.
+        Pages that only drafts wanted come back first. A sequence whose result is awaited waits for
+        it: pages may come back with it.
         """
         account, running = seq.account, domain.running
         assert account is not None
         if end <= account.covered:
             return end
+        lean = not self.drafting.active
         while (fit := domain.kv.fit(account, end)) <= seq.planned:
+            if not lean:
+                lean = True
+                if self.drafting.reclaim(domain):
+                    return domain.kv.fit(account, end)
+                continue
             if running[-1] is seq or seq.in_flight:
                 return fit
             self._preempt(domain, running.pop())
@@ -358,18 +362,7 @@ class Scheduler:
         seq.preempted += 1
         self._leave(domain, seq)
         seq.planned = 0
-        seq.hold = False
         domain.enqueue(seq)
-
-    def _propose(self, domain: Domain, seq: Sequence, end: int, spare: int) -> tuple[int, ...]:
-        """Drafts for a run that ends at `end`, as many as limits, budget and pages allow."""
-        assert self._drafts is not None and seq.account is not None
-        kv = domain.kv
-        limit = min(self.config.max_drafts, kv.draft_limit, seq.stop_at - end, spare)
-        limit = min(limit, kv.fit(seq.account, end + max(limit, 0)) - end)
-        if limit <= 0 or not kv.can_checkpoint:
-            return ()
-        return tuple(self._drafts.propose(seq.request, seq.tokens, limit))[:limit]
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -412,6 +405,7 @@ class Scheduler:
             kv_used=max(domain.kv.usage() for domain in self.domains),
             decode_gaps_s=tuple(domain.gaps.longest(now) for domain in self.domains),
             cache_alarms=tuple(alarm for alarm in alarms if alarm),
+            draft_alarm=self.draft_watch.alarm,
             counters=self.counters,
         )
 

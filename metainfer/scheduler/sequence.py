@@ -8,6 +8,7 @@ decode one with a single token due, a resumed one has prompt and answer due.
 from __future__ import annotations
 
 from metainfer.core.request import Request
+from metainfer.core.step import TokenRun
 from metainfer.kv.book.manager import Account
 from metainfer.kv.book.prefix import Prefix
 
@@ -38,6 +39,7 @@ class Sequence:
         "prefix",
         "prompt_len",
         "prompt_noted",
+        "proposals",
         "request",
         "request_id",
         "rows_done",
@@ -71,7 +73,8 @@ class Sequence:
         self.rows_done = 0  # prompt rows whose log-probabilities were delivered
         self.rows_planned = 0
         self.in_flight = 0  # planned steps whose result is awaited
-        self.hold = False  # a run with unknown outcome is in flight: its end is not known
+        self.hold: TokenRun | None = None  # in flight, and nobody knows where the next one starts
+        self.proposals = 0  # drafts that the device made, or will have made, after its latest run
         self.done = False
         self.share = 0
         self.domain = 0

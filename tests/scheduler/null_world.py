@@ -15,7 +15,9 @@ from metainfer.kv.book.form import plain
 from metainfer.kv.book.manager import KVManager
 from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, Rewind, form_groups
 from metainfer.scheduler.config import SchedulerConfig
+from metainfer.scheduler.domain import Domain
 from metainfer.scheduler.scheduler import Scheduler
+from metainfer.scheduler.sequence import Sequence
 
 VOCAB = 50
 
@@ -131,6 +133,7 @@ class World:
         config: SchedulerConfig,
         *,
         drafts: object = None,
+        proposer: object = None,
         late: bool = False,
         caching: bool = True,
         contents: bool = True,
@@ -143,8 +146,21 @@ class World:
             KVManager(sizes, domain=d, namespace="m", caching=caching) for d in range(sizes.domains)
         ]
         self.scheduler = Scheduler(config, self.kv, self.clock, drafts)  # type: ignore[arg-type]
-        self.device = NullDevice(VOCAB, contents=contents, cost=cost, clock=self.clock)
+        self.device = NullDevice(
+            VOCAB,
+            contents=contents,
+            cost=cost,
+            clock=self.clock,
+            proposer=proposer,  # type: ignore[arg-type]
+        )
         self.device.start(sizes)
+        preempt = self.scheduler._preempt
+
+        def checked(domain: Domain, seq: Sequence) -> None:
+            self._no_draft_holds_a_page(domain, seq)
+            preempt(domain, seq)
+
+        self.scheduler._preempt = checked  # type: ignore[method-assign]
         self.answers: dict[str, Answer] = {}
         self.requests: dict[str, Request] = {}
         self.plans: list[StepPlan] = []
@@ -170,6 +186,11 @@ class World:
         scheduler, device = self.scheduler, self.device
         plan = scheduler.schedule()
         if plan is not None:
+            for segments in zip(*(segment.ranks for segment in plan.segments), strict=True):
+                assert sum(rank.tokens for rank in segments) <= self.config.step_tokens
+            for grant in plan.pages:  # device tables end there
+                reach = self.sizes.groups[grant.group].pages_for(self.config.max_context)
+                assert grant.first + len(grant.pages) <= reach
             if self.keep_plans:
                 self.plans.append(plan)
             device.submit(plan)
@@ -194,6 +215,16 @@ class World:
             raise InternalError(f"not finished after {limit} steps")
         for manager in self.kv:
             audit.check_idle(manager)
+
+    @staticmethod
+    def _no_draft_holds_a_page(domain: Domain, victim: Sequence) -> None:
+        """Before anything is preempted, every page that only drafts wanted has come back."""
+        for seq in (*domain.running, victim):
+            if seq.account is None:
+                continue
+            assert seq.hold is None or not seq.hold.drafts
+            for group, table in zip(domain.kv.paged, seq.account.tables, strict=True):
+                assert len(table) <= group.pages_for(max(seq.planned, seq.account.length))
 
     def _take(self, output: RequestOutput) -> None:
         answer = self.answers[output.request_id]
@@ -232,10 +263,15 @@ def world_of(
     shape: str = "dense", *, pages: int = 60, slots: int = 4, late: bool = False, **changes: object
 ) -> World:
     domains = int(changes.pop("domains", 1))  # type: ignore[call-overload]
-    drafts = changes.pop("drafts", None)
+    drafts, proposer = changes.pop("drafts", None), changes.pop("proposer", None)
     sizes = sizes_of(groups_of(shape, 8), pages=pages, slots=slots, domains=domains)
     made = World(
-        sizes, config_of(max_running=slots, **changes), late=late, drafts=drafts, caching=True
+        sizes,
+        config_of(max_running=slots, **changes),
+        late=late,
+        drafts=drafts,
+        proposer=proposer,
+        caching=True,
     )
     made.keep_plans = True
     return made

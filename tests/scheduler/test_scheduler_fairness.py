@@ -95,6 +95,8 @@ def test_b29_bound_holds_with_drafts() -> None:
         def propose(self, item: object, tokens: list[int], limit: int) -> list[int]:
             return [0] * limit
 
+        def forget(self, request_id: str) -> None: ...
+
     sizes = sizes_of(groups_of("dense", 64), pages=2000, slots=16)
     config = SchedulerConfig(
         max_context=40_000, max_running=16, step_tokens=512, mixed_prefill_tokens=256, max_drafts=4

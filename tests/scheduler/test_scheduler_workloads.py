@@ -30,6 +30,8 @@ class OracleDrafts:
         self.world: World | None = None
         self._answers: dict[str, list[int]] = {}
 
+    def forget(self, request_id: str) -> None: ...
+
     def propose(self, request: Request, tokens: Sequence[int], limit: int) -> list[int]:
         assert self.world is not None
         name = request.request_id
@@ -40,6 +42,17 @@ class OracleDrafts:
         return [t if self.random.random() < self.accuracy else (t + 1) % VOCAB for t in found]
 
 
+class OracleProposer(OracleDrafts):
+    """The same on the device, where exactly `count` are made."""
+
+    def propose(self, request_id: str, sampled: int, count: int) -> list[int]:  # type: ignore[override]
+        assert self.world is not None
+        if request_id not in self._answers:
+            self._answers[request_id] = self.world.reference(request_id)
+        found = (self._answers[request_id] + [0] * (sampled + count))[sampled : sampled + count]
+        return [t if self.random.random() < self.accuracy else (t + 1) % VOCAB for t in found]
+
+
 def play(
     draw: random.Random,
     shape: str,
@@ -47,6 +60,7 @@ def play(
     late: bool,
     drafts: int,
     domains: int,
+    device: bool = False,
     keep_plans: bool = False,
 ) -> World:
     """One random workload, to its end."""
@@ -69,10 +83,18 @@ def play(
         step_tokens=slots + draw.randint(0, 30),
         mixed_prefill_tokens=draw.randint(1, 20),
         max_drafts=drafts,
+        model_drafts=device,
         split_phases=draw.random() < 0.3,
     )
-    source = OracleDrafts(draw.choice([0.0, 0.5, 0.9, 1.0]), draw.randint(0, 99))
-    world = World(sizes, config, drafts=source if drafts else None, late=late)
+    kind = OracleProposer if device else OracleDrafts
+    source = kind(draw.choice([0.0, 0.5, 0.9, 1.0]), draw.randint(0, 99))
+    world = World(
+        sizes,
+        config,
+        drafts=source if drafts and not device else None,
+        proposer=source if device else None,
+        late=late,
+    )
     source.world = world
     world.keep_plans = keep_plans
     stems = [[draw.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
@@ -139,9 +161,18 @@ def test_b28_random_workloads(shape: str, seed: int, late: bool) -> None:
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 @QUICK
-@given(seed=st.integers(0, 2**48), late=st.booleans(), drafts=st.integers(1, 5))
+@given(seed=st.integers(0, 2**48), late=st.booleans(), drafts=st.integers(1, 7))
 def test_drafts_never_change_answers(shape: str, seed: int, late: bool, drafts: int) -> None:
     play(random.Random(seed), shape, late=late, drafts=drafts, domains=1)
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@QUICK
+@given(seed=st.integers(0, 2**48), late=st.booleans(), drafts=st.integers(1, 7))
+def test_drafts_of_the_device_never_change_answers(
+    shape: str, seed: int, late: bool, drafts: int
+) -> None:
+    play(random.Random(seed), shape, late=late, drafts=drafts, domains=1, device=True)
 
 
 @pytest.mark.parametrize("shape", ["dense", "v4"])
