@@ -120,8 +120,7 @@ class _Requests:
         }
         self.schemes = {**self.schemes, "moe_experts": tuple(dict.fromkeys(_flat(schemes)))}
         self.ask("moe_experts", shape, arch.layers, *clamp)
-        shared = clamp if arch.clamp_shared else ()
-        self.ask("swiglu_clamp", {"f": arch.ffn}, arch.layers, *shared)
+        self.ask("swiglu_clamp", {"f": arch.ffn}, arch.layers)
 
     def ends(self, logit_rows: int) -> None:
         arch = self.arch
