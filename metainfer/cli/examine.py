@@ -1,4 +1,4 @@
-"""``metainfer doctor``, ``plan`` and ``version``: thin callers of the rooms that know."""
+"""``metainfer plan`` and ``version``: thin callers of the rooms that know."""
 
 from __future__ import annotations
 
@@ -14,34 +14,6 @@ Model = Annotated[str | None, Parameter(name=("--model", "-m"), help="model refe
 MachineName = Annotated[
     str | None, Parameter(name="--machine", help="machine name or FILE.toml; default: this one")
 ]
-SaveMachine = Annotated[
-    str | None, Parameter(name="--save-machine", help="also write this machine to FILE.toml")
-]
-
-
-def doctor(
-    model: Model = None,
-    *,
-    machine: MachineName = None,
-    save_machine: SaveMachine = None,
-    engine: EngineFlags = NO_FLAGS,
-    as_json: Json = False,
-) -> Result:
-    """What this machine and this model meet: chosen kernels, refused ones with all reasons.
-
-    Example: metainfer doctor --model smollm2-135m
-    """
-    from metainfer.doctor import elsewhere, report
-
-    intent = None if model is None else engine.intent(model)
-    if save_machine is not None:
-        elsewhere.save(machine, save_machine, engine.platform)
-    document = report.doctor(intent, machine)
-    text = report.text(document)
-    if save_machine is not None:
-        document["saved"] = save_machine
-        text += f"\nmachine file: {save_machine}"
-    return Result(document, text, report.exit_status(document))
 
 
 def plan(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import metainfer
-from metainfer.cli import bench, chat, convert, examine, generate, kernels, output, serve
+from metainfer.cli import bench, chat, convert, doctor, examine, generate, kernels, output, serve
 from metainfer.cli.output import Output, Result
 from metainfer.core import env
 from metainfer.core.errors import MetaInferError, UsageError, UserError
@@ -35,7 +35,7 @@ def build() -> App:
     app.command(serve.serve, name="serve")
     app.command(chat.chat, name="chat")
     app.command(generate.generate, name="generate")
-    app.command(examine.doctor, name="doctor")
+    app.command(doctor.doctor, name="doctor")
     app.command(examine.plan, name="plan")
     app.command(kernels.app())
     app.command(bench.app())

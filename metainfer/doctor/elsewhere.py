@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from metainfer.core.errors import RefusedError
 from metainfer.doctor.finding import Finding, Severity, information
 from metainfer.doctor.inputs import Inputs
+from metainfer.doctor.model_view import ModelView, view_of
 
 if TYPE_CHECKING:
     from metainfer.core.intent import Intent
@@ -35,10 +37,11 @@ def doctor(intent: Intent | None, reference: str) -> dict[str, object]:
     there = describe(reference, intent)
     more = _notes(there)
     ops: Selection | RefusedError | None = None
+    model: ModelView | None = None
     if intent is not None:
-        ops, found = _kernels(there, intent)
+        ops, model, found = _kernels(there, intent)
         more += found
-    made = report.document(Inputs(facts=there.facts), ops, more)
+    made = report.document(Inputs(facts=there.facts, model=model), ops, more)
     machine: dict[str, Any] = dict(made["machine"])  # type: ignore[call-overload]
     machine["name"] = there.machine.name
     machine["file"] = there.machine.source
@@ -49,12 +52,13 @@ def doctor(intent: Intent | None, reference: str) -> dict[str, object]:
 def joined(found: Iterable[Finding]) -> list[Finding]:
     """Findings about a machine that is not here: one for all devices alike, and what is unknown
     is for its owner to read."""
-    groups: dict[tuple[str, Severity, str, str], list[str]] = {}
+    groups: dict[tuple[str, Severity, str, str], list[Finding]] = {}
     for item in found:
         remedy = ELSEWHERE if item.id.endswith(".unknown") else item.remedy
-        groups.setdefault((item.id, item.severity, item.what, remedy), []).append(item.where)
+        groups.setdefault((item.id, item.severity, item.what, remedy), []).append(item)
     return [
-        Finding(key[0], key[1], _places(places), key[2], key[3]) for key, places in groups.items()
+        dataclasses.replace(items[0], where=_places([item.where for item in items]), remedy=key[3])
+        for key, items in groups.items()
     ]
 
 
@@ -93,7 +97,9 @@ def this_machine(path: Path, platform: str | None = None) -> MachineFile:
     return MachineFile(name=machine_name(path), facts=complete_origins(facts))
 
 
-def _kernels(there: Elsewhere, intent: Intent) -> tuple[Selection | RefusedError, list[Finding]]:
+def _kernels(
+    there: Elsewhere, intent: Intent
+) -> tuple[Selection | RefusedError, ModelView | None, list[Finding]]:
     """The chosen kernels, and what stands in the way of the plan beside them."""
     from metainfer.doctor.report import refusals
     from metainfer.engine.elsewhere import NOT_TRIED, evidence_counts
@@ -102,17 +108,21 @@ def _kernels(there: Elsewhere, intent: Intent) -> tuple[Selection | RefusedError
     model = open_model(intent.model)
     found: list[Finding] = []
     try:
-        selection = there.resolve(model, intent).selection
+        resolved = there.resolve(model, intent)
+        selection, view = resolved.selection, view_of(resolved)
     except RefusedError as error:
         if error.code not in _ROOM:
-            return error, []
+            return error, None, []
         found += refusals(error)
         selection = there.choose(model, intent)
+        view = ModelView(selection=selection)
     counts = evidence_counts(selection.bundle.choices)
     listed = ", ".join(f"{number} '{level}'" for level, number in counts.items())
     what = f"evidence of the chosen kernels: {listed}; {NOT_TRIED}."
     remedy = "Start there once: every chosen kernel goes through its cases first."
-    return selection, [*found, information("machine.evidence", "operations", what, remedy)]
+    proof = "kernels/evidence.json and kernels/compile_manifest.json"
+    found.append(information("machine.evidence", "operations", what, remedy, proof))
+    return selection, view, found
 
 
 def _notes(there: Elsewhere) -> list[Finding]:
@@ -125,13 +135,15 @@ def _notes(there: Elsewhere) -> list[Finding]:
         f"described by {machine.source}, not read off a machine; "
         f"{len(unknown)} values are unknown: {', '.join(unknown)}."
     )
-    found = [information("machine.described", place, what, ELSEWHERE)]
+    proof = f"file: {machine.source}"
+    found = [information("machine.described", place, what, ELSEWHERE, proof)]
     if there.assumed:
         listed = ", ".join(f"{name} {version}" for name, version in there.assumed.items())
         what = f"the file does not say; taken from what this release requires: {listed}."
-        found.append(information("machine.software", place, what, ELSEWHERE))
+        found.append(information("machine.software", place, what, ELSEWHERE, proof))
     devices = len(machine.facts.devices)
     if devices > 1:
         what = f"1 of {devices} devices would be used: layouts of several ranks are not built yet."
-        found.append(information("machine.devices", place, what))
+        proof = f"devices = {devices}"
+        found.append(information("machine.devices", place, what, evidence=proof))
     return found

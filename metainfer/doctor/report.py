@@ -1,78 +1,138 @@
-"""The doctor's one document, and the same for people. Pure but for `doctor`, which reads.
+"""The doctor's one document. Pure but for `doctor`, which reads.
 
 The contract is ``{"machine", "software", "findings", "ops", "summary"}``; keys are only ever added.
 """
 
 from __future__ import annotations
 
-import io
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from metainfer.core.digest import to_plain
-from metainfer.core.errors import RefusedError
+from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
-from metainfer.doctor import elsewhere
+from metainfer.doctor import elsewhere, text_report
 from metainfer.doctor.checks import (
+    acs,
+    architecture,
+    container,
     cpu_features,
     disk,
     environment,
+    foreign_environment,
     gpu,
+    handshake,
     host,
+    iommu,
     links,
+    memory,
+    numa,
+    pages,
+    peers,
     platform,
+    power,
     software,
+    windows,
 )
 from metainfer.doctor.finding import Finding, Severity, blocker
-from metainfer.doctor.inputs import Inputs, gather
+from metainfer.doctor.inputs import Inputs, from_text, gather
+from metainfer.doctor.model_view import view_of
+from metainfer.doctor.topology import topology
 from metainfer.kernels import explain
 from metainfer.kernels.impl import Quality
 from metainfer.kernels.select import Choice, Selection
-from metainfer.platform.facts import CPU
+from metainfer.platform.facts import CUDA
 
 if TYPE_CHECKING:
     from metainfer.core.intent import Intent
+    from metainfer.planner.resolve import Resolved
+    from metainfer.platform.host_text import HostText
 
 #: In the order of the report.
 CHECKS = (
     platform.check,
     software.check,
     environment.check,
+    foreign_environment.check,
+    container.check,
     host.check,
+    memory.check,
     cpu_features.check,
     gpu.check,
+    power.check,
     links.check,
+    windows.check,
+    acs.check,
+    iommu.check,
+    peers.check,
+    numa.check,
     disk.check,
+    architecture.check,
+    pages.check,
+    handshake.check,
 )
 
 _WORST_FIRST = list(Severity)
 
+text = text_report.text
 
-def doctor(intent: Intent | None = None, machine: str | None = None) -> dict[str, object]:
-    """Examine this machine or a described one, and with an intent the kernels its model would get.
+
+def doctor(
+    intent: Intent | None = None,
+    machine: str | None = None,
+    *,
+    printed: HostText | None = None,
+    deep: bool = False,
+) -> dict[str, object]:
+    """Examine this machine, a described one or a host text, and the kernels a model would get.
+
+    Args:
+        printed: what a host printed; it is examined instead of this one, without a model's kernels.
+        deep: also prove peer access by bytes, in a child process; GPUs are busy meanwhile.
 
     Raises:
-        UsageError: the machine is not known, or its file is malformed.
+        UsageError: the machine is not known, its file is malformed, or wishes contradict.
         UserError: the platform or the model cannot be opened.
     """
+    from metainfer.doctor.peer_test import prove_peers
     from metainfer.platform.discovery import select_platform
 
+    if printed is not None:
+        if machine is not None or deep or intent is not None:
+            raise UsageError(
+                "A host text is examined by itself.",
+                "Leave out --machine, --model and --deep, or plan with a machine file.",
+            )
+        return document(from_text(printed))
     if machine is not None:
+        if deep:
+            raise UsageError(
+                "--deep tests the GPUs of this machine, and --machine describes another.",
+                "Run it there.",
+            )
         return elsewhere.doctor(intent, machine)
     wanted = None if intent is None or intent.platform == "auto" else intent.platform
     inputs = gather(select_platform(wanted))
-    return document(inputs, None if intent is None else _selection(intent))
+    if deep and inputs.facts.device.kind == CUDA and len(inputs.facts.devices) > 1:
+        inputs = dataclasses.replace(inputs, proofs=prove_peers(len(inputs.facts.devices)))
+    if intent is None:
+        return document(inputs)
+    found = _resolved(intent)
+    if isinstance(found, RefusedError):
+        return document(inputs, found)
+    return document(dataclasses.replace(inputs, model=view_of(found)), found.selection)
 
 
-def _selection(intent: Intent) -> Selection | RefusedError:
+def _resolved(intent: Intent) -> Resolved | RefusedError:
     from metainfer.engine.machine import open_machine
     from metainfer.planner.opening import open_model
 
     model, here = open_model(intent.model), open_machine(intent.platform)
     try:
         here.recall(here.resolve(model, intent).plan.model.dtype)
-        return here.resolve(model, intent).selection
+        return here.resolve(model, intent)
     except RefusedError as error:
         return error
 
@@ -112,6 +172,7 @@ def document(
         "findings": [finding.to_json() for finding in found],
         "ops": rows,
         "bundle": dict(ops.bundle.layouts) if isinstance(ops, Selection) else None,
+        "topology": topology(inputs),
         "summary": summary(found, choices if isinstance(ops, Selection) else None),
     }
 
@@ -119,13 +180,14 @@ def document(
 def refusals(error: RefusedError) -> list[Finding]:
     """A refused selection as blockers, one per reason; the refusal itself when it has none."""
     if not error.reasons:
-        return [blocker(f"ops.{error.code}", "model", error.cause, error.remedy)]
+        return [blocker(f"ops.{error.code}", "model", error.cause, error.remedy, error.code)]
     return [
         blocker(
             f"ops.{reason.code}",
             ", ".join(_sites(reason)) or "model",
             reason.message,
             error.remedy,
+            f"{reason.code}: {_numbers(reason)}",
         )
         for reason in error.reasons
     ]
@@ -135,6 +197,12 @@ def _sites(reason: Reason) -> list[str]:
     """The op sites that a reason of a refused selection concerns."""
     places: Any = reason.data.get("sites", ())
     return list(dict.fromkeys(place.partition("@")[0] for place in places))
+
+
+def _numbers(reason: Reason) -> str:
+    """What was compared, without the list of places."""
+    shown = [f"{key} {value}" for key, value in reason.data.items() if key != "sites"]
+    return ", ".join(shown) or reason.message
 
 
 def summary(found: Sequence[Finding], choices: Sequence[Choice] | None) -> str:
@@ -195,94 +263,3 @@ def blocked(report: dict[str, object]) -> bool:
 def exit_status(report: dict[str, object]) -> int:
     """1 when something blocks, else 0."""
     return int(blocked(report))
-
-
-def text(report: dict[str, Any], width: int = 100) -> str:
-    """The report for people, without colour codes."""
-    from rich.console import Console
-
-    out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, highlight=False)
-    for part in _parts(report):
-        console.print(part)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def _parts(report: dict[str, Any]) -> Iterable[Any]:
-    """What `text` prints, as rich renderables: machine, findings, operations, summary."""
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    machine = report["machine"]
-    shown = Table.grid(padding=(0, 2))
-    lines = [_device_line(device) for device in machine["devices"]]
-    for line in dict.fromkeys(lines):
-        places = [str(index) for index, other in enumerate(lines) if other == line]
-        shown.add_row(f"device {', '.join(places)}", line)
-    shown.add_row("host", _host_line(machine["host"]))
-    present = [f"{name} {number}" for name, number in report["software"].items() if number]
-    shown.add_row("software", Text(", ".join(present)))
-    yield shown
-    for level in Severity:
-        for finding in report["findings"]:
-            if finding["severity"] == level.value:
-                yield Text(f"{level.value}: {finding['where']}: {finding['what']}")
-                if finding["remedy"]:
-                    yield Padding(Text(f"-> {finding['remedy']}"), (0, 0, 0, 4))
-    if report["ops"]:
-        yield from _operations(report["ops"])
-    yield Text(report["summary"])
-
-
-def _operations(rows: Sequence[dict[str, Any]]) -> Iterable[Any]:
-    """Equal rows of several phases are joined; refused implementations stand below each."""
-    from rich.padding import Padding
-    from rich.text import Text
-
-    merged: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        chosen, slowdown = row["chosen"], row["slowdown"]
-        refused = [
-            f"{loser['impl']}: {'; '.join(reason['message'] for reason in loser['reasons'])}"
-            for loser in row["rejected"]
-        ]
-        price = "-" if slowdown is None else f"×{slowdown:.2f}"
-        key = (row["op"], chosen["impl"], chosen["quality"], chosen["evidence"], price, *refused)
-        merged.setdefault(key, []).append(row["phase"])
-    lines: list[tuple[str, ...]] = [("op", "phase", "chosen", "quality", "evidence", "slowdown")]
-    lines += [(key[0], ", ".join(phases), *key[1:5]) for key, phases in merged.items()]
-    widths = [max(len(line[column]) for line in lines) for column in range(6)]
-    shown = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    ]
-    yield Text(shown[0])
-    for line, key in zip(shown[1:], merged, strict=True):
-        yield Text(line.rstrip())
-        for refused_line in key[5:]:
-            yield Padding(Text(f"not {refused_line}"), (0, 0, 0, 4))
-
-
-def _device_line(device: dict[str, Any]) -> str:
-    parts = [device["name"]]
-    if device["capability"]:
-        parts.append(f"capability {'.'.join(map(str, device['capability']))}")
-    unit = "cores" if device["kind"] == CPU else "multiprocessors"
-    parts.append(f"{device['units'] or 'unknown number of'} {unit}")
-    memory = device["memory_bytes"]
-    parts.append("memory unknown" if memory is None else f"{memory / 2**30:.1f} GiB")
-    return ", ".join(parts)
-
-
-def _host_line(found: dict[str, Any]) -> str:
-    memory = found["memory_bytes"]
-    return ", ".join(
-        (
-            str(found["processor"] or "processor unknown"),
-            f"{found['usable_cores'] or 'unknown'} usable cores",
-            "memory unknown" if memory is None else f"{memory / 2**30:.1f} GiB",
-            f"compiler {found['compiler'] or 'none'}",
-            f"IOMMU {found['iommu'] or 'unknown'}",
-        )
-    )

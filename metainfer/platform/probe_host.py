@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,9 @@ class HostProbe:
     origins: dict[str, str]
 
 
-def probe_host(root: Path = Path("/")) -> HostProbe:
+def probe_host(
+    root: Path = Path("/"), find_compiler: Callable[[], str | None] | None = None
+) -> HostProbe:
     """Read everything once. Takes milliseconds, plus one ``cc --version``."""
     origins = Origins()
     cpuinfo = read_text(root / "proc/cpuinfo")
@@ -54,7 +56,7 @@ def probe_host(root: Path = Path("/")) -> HostProbe:
         memory_bytes=memory,
         numa_nodes=numa_nodes(root),
         sockets=sockets(root),
-        compiler=compiler(),
+        compiler=(find_compiler or compiler)(),
         iommu=iommu_mode(root),
         kernel=_kernel(root),
     )
@@ -271,16 +273,19 @@ def _online_cores(root: Path) -> int | None:
     return os.cpu_count() if root == Path("/") else None
 
 
-def _count_list(text: str) -> int | None:
-    """Members of a kernel list such as ``0-3,8``."""
-    total = 0
+def members(text: str) -> frozenset[int] | None:
+    """The numbers of a kernel list such as ``0-3,8``; None when it is no such list."""
+    numbers: set[int] = set()
     for part in text.strip().split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if found is None:
             return None
-        first, last = int(found[1]), int(found[2] or found[1])
-        total += last - first + 1
-    return total or None
+        numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+    return frozenset(numbers)
+
+
+def _count_list(text: str) -> int | None:
+    return len(members(text) or ()) or None
 
 
 def _group_folders(root: Path, controller: str) -> Iterator[Path]:

@@ -14,7 +14,7 @@ ENGINE = {
     "--context", "--max-model-len", "--concurrency", "--max-num-seqs", "--kv-memory",
     "--chunk-tokens", "--max-num-batched-tokens", "--page-tokens", "--block-size", "--threads",
     "--goal", "--dtype", "--platform", "--op", "--layout", "--allow-fallback",
-    "--no-prefix-cache", "--no-enable-prefix-caching",
+    "--no-prefix-cache", "--no-enable-prefix-caching", "--draft",
 }  # fmt: skip
 SAMPLING = {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed"}
 FLAGS: dict[tuple[str, ...], set[str]] = {
@@ -24,7 +24,10 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
     },
     ("generate",): ENGINE | SAMPLING | {"--prompt", "--stop", "--chat", "--json"},
     ("chat",): ENGINE | SAMPLING | {"--system", "--json"},
-    ("doctor",): ENGINE | {"--model", "--machine", "--save-machine", "--json"},
+    ("doctor",): ENGINE | {
+        "--model", "--machine", "--save-machine", "--deep", "--host-text",
+        "--save-host-text", "--json",
+    },
     ("plan",): ENGINE | {"--model", "--machine", "--json"},
     ("kernels", "list"): {"--json"},
     ("kernels", "compile"): {"--target", "--plan", "--json"},
@@ -79,7 +82,7 @@ def test_help_is_quick_and_light() -> None:
 def test_the_server_process_has_no_torch() -> None:
     code = (
         "import sys, metainfer.server.app, metainfer.server.run, metainfer.engine.client\n"
-        "from metainfer.engine.text_stream import byte_text\n"
+        "from metainfer.engine.model_text import byte_text\n"
         "byte_text(300)\nprint('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

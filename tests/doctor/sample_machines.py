@@ -8,6 +8,7 @@ from pathlib import Path
 from metainfer.core.ledger import Loser
 from metainfer.doctor.inputs import Disk, Inputs, Local
 from metainfer.platform.facts import DeviceFacts, Facts, HostFacts, LinkFacts
+from metainfer.platform.host_text import LSPCI, SMI_QUERY, HostText
 from metainfer.platform.probe_host import HostProbe
 
 SOFTWARE = {
@@ -80,6 +81,33 @@ def local(**changes: object) -> Local:
     return Local(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def text_of(buses: tuple[str, ...]) -> HostText:
+    """What a healthy host prints: each card below a root port of its own, all idle."""
+    ports, gpus = [], []
+    for number, bus in enumerate(buses):
+        secondary = bus.split(":")[1]
+        ports.append(
+            f"0000:{number + 1:02x}:01.0 PCI bridge: Test (prog-if 00 [Normal decode])\n"
+            f"\tBus: primary={number + 1:02x}, secondary={secondary}, subordinate={secondary}\n"
+            "\tCapabilities: [70] Express (v2) Root Port (Slot+), IntMsgNum 0\n"
+            "\t\tACSCtl:\tSrcValid+ ReqRedir- CmpltRedir- UpstreamFwd- EgressCtrl-\n\n"
+            f"{bus} 3D controller: Test\n"
+        )
+        gpus.append(
+            f"GPU 0000{bus}\n    Clocks Event Reasons\n        HW Slowdown : Not Active\n"
+            "            HW Thermal Slowdown : Not Active\n"
+            "    FB Memory Usage\n        Used : 4 MiB\n"
+        )
+    return HostText(
+        {
+            "/proc/sys/vm/overcommit_memory": "0\n",
+            "/proc/1/cgroup": "0::/init.scope\n",
+            LSPCI: "\n".join(ports),
+            SMI_QUERY: f"Attached GPUs : {len(buses)}\n" + "".join(gpus),
+        }
+    )
+
+
 def healthy(cards: int = 2) -> Inputs:
     """A CUDA machine with which nothing is wrong."""
     devices = tuple(card(bus_id=f"0000:{index + 0x41:02x}:00.0") for index in range(cards))
@@ -88,7 +116,8 @@ def healthy(cards: int = 2) -> Inputs:
     facts = Facts(
         platform="cuda", devices=devices, host=HOST, links=tuple(links), software=SOFTWARE
     )
-    return Inputs(facts=facts, local=local())
+    text = text_of(tuple(str(device.bus_id) for device in devices))
+    return Inputs(facts=facts, local=local(), text=text)
 
 
 def processor(**changes: object) -> Inputs:
@@ -103,7 +132,7 @@ def processor(**changes: object) -> Inputs:
     }
     device = DeviceFacts(**{**fields, **changes})  # type: ignore[arg-type]
     facts = Facts(platform="cpu", devices=(device,), host=HOST, software=SOFTWARE)
-    return Inputs(facts=facts, local=local())
+    return Inputs(facts=facts, local=local(), text=text_of(()))
 
 
 def with_facts(inputs: Inputs, **changes: object) -> Inputs:
@@ -129,7 +158,7 @@ def with_card(inputs: Inputs, **changes: object) -> Inputs:
 
 
 def without_local(inputs: Inputs) -> Inputs:
-    return dataclasses.replace(inputs, local=None)
+    return dataclasses.replace(inputs, local=None, text=None)
 
 
 def losing(name: str, *reasons: object) -> Loser:

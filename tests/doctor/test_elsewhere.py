@@ -17,7 +17,7 @@ from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.step import Phase
 from metainfer.doctor import elsewhere as doctor_elsewhere
-from metainfer.doctor import report
+from metainfer.doctor import report, text_report
 from metainfer.engine import elsewhere, machine
 from metainfer.kernels import evidence
 from metainfer.kernels.conditions import shared_memory
@@ -75,7 +75,7 @@ def test_every_shipped_machine_is_examined(name: str) -> None:
     assert Evidence.THIS_CARD.value not in seen and Evidence.NONE.value not in seen
     assert {row["chosen"]["quality"] for row in document["ops"]} <= {"native", "compatible"}
     assert {"machine.described", "machine.software", "machine.evidence"} <= ids(document)
-    assert report.text(document)
+    assert text_report.text(document)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -292,13 +292,13 @@ def test_findings_of_equal_devices_are_one_and_ask_the_owner() -> None:
     document = report.doctor(None, "8x-l40s")
     found = [f for f in document["findings"] if f["id"].endswith(".unknown")]  # type: ignore[attr-defined]
     assert [f["id"] for f in found if f["id"].startswith("gpu.")] == [
-        "gpu.power.unknown",
         "gpu.ecc.unknown",
+        "gpu.power.unknown",
     ]
     assert all("--save-machine" in f["remedy"] for f in found)
     assert any("and 7 more like it" in f["where"] for f in found)
     assert not {"env.visible-devices", "disk.space", "host.cores"} & ids(document)  # type: ignore[arg-type]
-    assert "device 0, 1, 2, 3, 4, 5, 6, 7  L40S" in report.text(document)
+    assert "device 0, 1, 2, 3, 4, 5, 6, 7  L40S" in text_report.text(document)
 
 
 def test_this_machine_is_saved_and_reads_back_exactly(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from sample_machines import healthy, processor, with_software
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
-from metainfer.doctor import report
+from metainfer.doctor import report, text_report
 from metainfer.doctor.finding import blocker, information
 from metainfer.kernels.impl import Evidence, Impl, OpRequest
 from metainfer.kernels.registry import Registry
@@ -64,7 +64,8 @@ def test_the_document_has_its_five_keys_and_is_json() -> None:
         "quality": "compatible",
         "evidence": "ran on this card",
     }
-    assert set(again["findings"][0]) == {"id", "severity", "where", "what", "remedy"}
+    keys = {"id", "severity", "where", "what", "remedy", "evidence", "risk"}
+    assert set(again["findings"][0]) == keys
     assert again["machine"]["devices"][0]["capability"] == [12, 0]
     assert again["software"]["torch"] == "2.12.0"
 
@@ -163,28 +164,28 @@ def test_a_refusal_without_reasons_is_still_a_blocker() -> None:
 
 def test_the_text_says_everything_that_the_document_says() -> None:
     document = report.document(with_software(healthy(), torch="2.12.0+cpu"), selection("moe"))
-    text = " ".join(report.text(document).split())
+    text = " ".join(text_report.text(document).split())
     assert "RTX 6000D, capability 12.0, 156 multiprocessors, 84.0 GiB" in text
     found = document["findings"]
     assert isinstance(found, list)
     for finding in found:
-        for part in (finding["where"], finding["what"], finding["remedy"]):
+        for part in (finding[key] for key in ("where", "what", "remedy", "evidence")):
             assert " ".join(part.split()) in text
     assert "moe chunk, decode moe/ref reference" in text
     assert "not fast: evidence is 'none', auto needs 'ran on another architecture'" in text
     assert "×10.00" in text and str(document["summary"]) in text
-    assert "\x1b" not in report.text(document)
+    assert "\x1b" not in text_report.text(document)
 
 
 def test_the_text_reads_markup_as_text() -> None:
     note = [information("x", "[bold]", "see [link] and /path/[never]")]
-    text = report.text(report.document(processor(), None, note))
+    text = text_report.text(report.document(processor(), None, note))
     assert "[bold]" in text and "see [link] and /path/[never]" in text
 
 
 def test_unknown_is_said_in_the_text() -> None:
     bare = report.document(processor(units=None, memory_bytes=None))
-    assert "unknown number of cores, memory unknown" in report.text(bare)
+    assert "unknown number of cores, memory unknown" in text_report.text(bare)
 
 
 def test_an_unknown_machine_is_a_usage_error() -> None:
@@ -195,9 +196,10 @@ def test_an_unknown_machine_is_a_usage_error() -> None:
 def test_doctor_examines_this_machine_without_torch() -> None:
     code = """
 import json, sys
-from metainfer.doctor import report
+from metainfer.doctor import report, text_report
 document = report.doctor()
-print(json.dumps([document["machine"]["platform"], "torch" in sys.modules, report.text(document)]))
+shown = text_report.text(document)
+print(json.dumps([document["machine"]["platform"], "torch" in sys.modules, shown]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     platform, torch_loaded, text = json.loads(done.stdout)

@@ -50,7 +50,7 @@ def _unknown_names(inputs: Inputs) -> list[Finding]:
         near = difflib.get_close_matches(name, known, n=1)
         remedy = f"Did you mean {near[0]}?" if near else f"Unset it. Known: {', '.join(known)}."
         what = f"{name} is not a variable of ours; every other verb refuses to start."
-        found.append(blocker("env.unknown-name", name, what, remedy))
+        found.append(blocker("env.unknown-name", name, what, remedy, f"{name} is set"))
     return found
 
 
@@ -63,7 +63,9 @@ def _allocator(inputs: Inputs) -> list[Finding]:
         "memory of growing segments cannot be exported to another process; buffers that ranks "
         "share are allocated outside that allocator."
     )
-    return [information("env.expandable-segments", name, what, f"Unset {name} if an export fails.")]
+    proof, remedy = f"{name}={inputs.local.environ[name]}", f"unset {name}, if an export fails."
+    risk = "memory may fragment more"
+    return [information("env.expandable-segments", name, what, remedy, proof, risk)]
 
 
 def _visible(inputs: Inputs) -> list[Finding]:
@@ -72,7 +74,11 @@ def _visible(inputs: Inputs) -> list[Finding]:
     if value is None:
         return []
     shown = f"only devices {value!r} are seen" if value.strip() else "every CUDA device is hidden"
-    return [information("env.visible-devices", "CUDA_VISIBLE_DEVICES", f"{shown}, in this order.")]
+    what = (
+        f"{shown}, in this order; CUDA_DEVICE_ORDER says how they count (fastest first if unset)."
+    )
+    proof = f"CUDA_VISIBLE_DEVICES={value}"
+    return [information("env.visible-devices", "CUDA_VISIBLE_DEVICES", what, evidence=proof)]
 
 
 def _threads(inputs: Inputs) -> list[Finding]:
@@ -84,8 +90,10 @@ def _threads(inputs: Inputs) -> list[Finding]:
             continue
         if int(text) < cores:
             what = f"{name}={text} leaves {cores - int(text)} of {cores} usable cores idle."
-            found.append(slows("env.threads", name, what, f"Unset it or set it to {cores}."))
         elif int(text) > cores:
             what = f"{name}={text} starts more threads than the {cores} usable cores."
-            found.append(slows("env.threads", name, what, f"Unset it or set it to {cores}."))
+        else:
+            continue
+        remedy = f"unset {name}, or set it to {cores}."
+        found.append(slows("env.threads", name, what, remedy, f"{name}={text}"))
     return found

@@ -16,6 +16,7 @@ def check(inputs: Inputs) -> list[Finding]:
             f"platform {loser.value}",
             f"{'; '.join(reason.message for reason in loser.reasons)}. Running on {chosen}.",
             f"--platform {loser.value} makes this an error.",
+            "; ".join(f"{reason.code}: {reason.message}" for reason in loser.reasons),
         )
         for loser in inputs.local.platform_losers
         if any(reason.code != "rank" for reason in loser.reasons)

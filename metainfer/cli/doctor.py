@@ -1,0 +1,87 @@
+"""``metainfer doctor``: what a machine and a model meet. A thin caller of the doctor's room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from metainfer.cli.examine import MachineName, Model
+from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
+from metainfer.cli.output import Result
+from metainfer.core.errors import UsageError, UserError
+
+SaveMachine = Annotated[
+    str | None, Parameter(name="--save-machine", help="also write this machine to FILE.toml")
+]
+HostFile = Annotated[
+    str | None, Parameter(name="--host-text", help="examine the host that this file describes")
+]
+SaveHost = Annotated[
+    str | None,
+    Parameter(name="--save-host-text", help="also write what this host printed to FILE"),
+]
+Deep = Annotated[
+    bool,
+    Parameter(name="--deep", negative="", help="prove peer access by bytes; GPUs are busy"),
+]
+
+
+def doctor(
+    model: Model = None,
+    *,
+    machine: MachineName = None,
+    save_machine: SaveMachine = None,
+    deep: Deep = False,
+    host_text: HostFile = None,
+    save_host_text: SaveHost = None,
+    flags: EngineFlags = NO_FLAGS,
+    as_json: Json = False,
+) -> Result:
+    """What this machine and this model meet: chosen kernels, refused ones with all reasons.
+
+    Example: metainfer doctor --model smollm2-135m
+    """
+    from metainfer.doctor import elsewhere, report
+    from metainfer.doctor.text_report import text
+    from metainfer.platform import host_text as texts
+
+    intent = None if model is None else flags.intent(model)
+    if save_machine is not None:
+        elsewhere.save(machine, save_machine, flags.platform)
+    if save_host_text is not None:
+        if machine is not None or host_text is not None:
+            raise UsageError(
+                "--save-host-text writes what this host prints.",
+                "Leave out --machine and --host-text.",
+            )
+        _write(save_host_text, texts.render(texts.read_host_text(software=_software())))
+    read = None if host_text is None else texts.read_file(Path(host_text))
+    document = report.doctor(intent, machine, printed=read, deep=deep)
+    shown = text(document)
+    for key, name, file in (
+        ("saved", "machine file", save_machine),
+        ("host_text", "host text", save_host_text),
+    ):
+        if file is not None:
+            document[key] = file
+            shown += f"\n{name}: {file}"
+    return Result(document, shown, report.exit_status(document))
+
+
+def _software() -> dict[str, str | None]:
+    from metainfer.platform.software import versions
+
+    return versions()
+
+
+def _write(file: str, body: str) -> None:
+    try:
+        Path(file).write_text(body, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be written: {error.strerror or error}.",
+            "Choose a folder that can be written.",
+            code="not_writable",
+        ) from error
