@@ -123,9 +123,10 @@ class Impl:
 class Layout:
     """A way to hold data that several ops share: packed weights, or cache pages.
 
-    `role`: ``weight`` or ``kv``. `pack`: ``module:function`` that makes it from what the
-    checkpoint holds (weights only). `schemes`: storage schemes it accepts, None for any.
-    `element_bytes`, for the ledger: by scheme of the source (None: the activation type's).
+    `role`: ``weight``, ``experts``, ``kv`` or ``index``. `pack`: ``module:function`` that makes it
+    from what the checkpoint holds (weights only). `schemes`: storage schemes it accepts, None for
+    any. `nbytes`, for the ledger: bytes of a source tensor by scheme, N and K, scales included
+    (None: N K numbers of the activation type).
     `embed_apart`: rows cannot be read from what a product reads, so a token embedding is packed
     apart from an output head that is tied to it.
     """
@@ -135,7 +136,7 @@ class Layout:
     pack: str = ""
     schemes: frozenset[str] | None = None
     conditions: tuple[Condition, ...] = ()
-    element_bytes: Callable[[str], float] | None = None
+    nbytes: Callable[[str, int, int], int] | None = None
     embed_apart: bool = False
 
     def storage(self, tensors: tuple[str, ...], site: str) -> tuple[object, ...]:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from metainfer.core.verdict import Verdict, require
-from metainfer.kernels.conditions import capability, compiler, device_kind, package
-from metainfer.kernels.impl import Context
+from metainfer.formats.blocks import FORMATS
+from metainfer.kernels.conditions import (
+    capability,
+    compiler,
+    custom,
+    device_kind,
+    package,
+    weight_schemes,
+)
+from metainfer.kernels.impl import Context, Impl
 
 FLOATS = frozenset({"float32", "bfloat16", "float16", "float64"})
 SHORT = frozenset({"float32", "bfloat16", "float16"})
@@ -32,6 +42,24 @@ PLAIN = frozenset({"F32", "F16", "BF16"})
 DENSE = {"weight": "dense@1"}
 """Plain matrices in the model's type."""
 
+BLOCK_SCALED = frozenset(FORMATS)
+"""Storage schemes that `formats.blocks` describes."""
+
+STORED = {"weight": "stored@1"}
+"""Matrices as the checkpoint holds them."""
+
+
+def _one_scheme(context: Context) -> bool:
+    return len(set(context.request.schemes)) <= 1
+
+
+#: What reads ``stored@1``: one format in a matrix.
+RECIPE = (
+    ON_EITHER,
+    weight_schemes(*sorted(PLAIN), *sorted(BLOCK_SCALED)),
+    custom("weight-scheme", _one_scheme, "reads weights of one scheme, this site mixes several"),
+)
+
 
 def own_matrix_unit(context: Context) -> Verdict:
     """The device multiplies matrices of the activation type natively (float32: everywhere)."""
@@ -42,3 +70,47 @@ def own_matrix_unit(context: Context) -> Verdict:
         f"no native {dtype} matrix instruction on {device.name}",
         element=dtype,
     )
+
+
+def triton(op: str, load: str, **more: Any) -> Impl:
+    """A Triton kernel. `load` counts from this package; `more` are further fields of `Impl`."""
+    base = {
+        "name": "triton",
+        "dtypes": SHORT,
+        "conditions": TRITON,
+        "native_when": (ON_CUDA,),
+        "graph_safe": True,
+    }
+    return _impl(op, load, "triton", base | more)
+
+
+def compiled_c(op: str, load: str, **more: Any) -> Impl:
+    """Compiled C in float32 on the host."""
+    base = {
+        "name": "c",
+        "dtypes": FLOAT32,
+        "conditions": C_ON_CPU,
+        "native_when": NATIVE_ON_CPU,
+    }
+    return _impl(op, load, "c", base | more)
+
+
+def portable(op: str, load: str, **more: Any) -> Impl:
+    """Torch's own operators, on host and card alike."""
+    base = {
+        "name": "torch",
+        "dtypes": FLOATS,
+        "conditions": (ON_EITHER,),
+        "native_when": NATIVE_ON_CPU,
+        "graph_safe": True,
+    }
+    return _impl(op, load, "torch", base | more)
+
+
+def reference(op: str, load: str, **more: Any) -> Impl:
+    """The reference: any device, every float type."""
+    return _impl(op, load, "reference", {"name": "ref", "dtypes": FLOATS} | more)
+
+
+def _impl(op: str, load: str, provider: str, fields: dict[str, Any]) -> Impl:
+    return Impl(op=op, load=f"metainfer.ops.{load}", provider=provider, **fields)

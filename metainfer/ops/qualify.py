@@ -110,7 +110,7 @@ def check(
         text = f"{case.name}: {type(error).__name__}: {message[0]}"
         return reject("raised", text, case=case.name)
     if case.exact:
-        same_type = _placed(rounded, device, lambda w: _dense(w, kind, kind, device))
+        same_type = _placed(rounded, device, lambda w: _dense(w, kind, kind, device, kind))
         want = _results(reference, case, same_type)
         pairs = zip(_flat(mine), _flat(want), strict=True)
         return all_of(_exact(case, index, a, b) for index, (a, b) in enumerate(pairs))
@@ -139,9 +139,9 @@ def _compare(
     """`ours` against `reference` in float64, within the error of `recipe` in `kind`; both on
     weights rounded to `weights`."""
     truth_args = _placed(
-        exactly(args, kind), "cpu", lambda w: _dense(w, weights, torch.float64, "cpu")
+        exactly(args, kind), "cpu", lambda w: _dense(w, weights, torch.float64, "cpu", kind)
     )
-    recipe_args = _placed(args, "cpu", lambda w: _dense(w, weights, weights, "cpu"))
+    recipe_args = _placed(args, "cpu", lambda w: _dense(w, weights, weights, "cpu", kind))
     truth = _flat(_results(reference, case, truth_args))
     theirs = _flat(_results(recipe, case, recipe_args))
     return all_of(
@@ -285,13 +285,17 @@ def _pack(
 
 
 def _dense(
-    weight: Weight, rounded: torch.dtype, dtype: torch.dtype, device: torch.device | str
+    weight: Weight,
+    rounded: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kind: torch.dtype,
 ) -> PackedWeight:
-    """The weight as decoded, rounded to `rounded`, held in `dtype`."""
-    bias = weight.bias.to(rounded) if weight.bias is not None else None
-    packed = pack_dense(weight.raws, bias, dtype=rounded, device=device)
+    """The weight as decoded, rounded to `rounded`, its bias to `kind`; both held in `dtype`."""
+    packed = pack_dense(weight.raws, dtype=rounded, device=device)
     data = {"weight": packed.data["weight"].to(dtype)}
-    moved = bias.to(device=device, dtype=dtype) if bias is not None else None
+    bias = weight.bias
+    moved = bias.to(kind).to(device=device, dtype=dtype) if bias is not None else None
     first = weight.raws[0]
     fmt = first.format if isinstance(first, BlockTensor) else None
     return dataclasses.replace(packed, data=data, bias=moved, format=fmt)

@@ -6,7 +6,6 @@ is compared with them after loading.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,10 +54,9 @@ def weight_rows(
         if key in held:
             continue
         held.add(key)
-        each = layout.element_bytes or (lambda scheme: float(width))
         packed = spec.shape[0] * width if spec.bias else 0
-        for name, shape in zip(spec.tensors, spec.tensor_shapes(), strict=True):
-            packed += int(math.prod(shape) * each(scheme_of(name)))
+        for name, (n, k) in zip(spec.tensors, spec.tensor_shapes(), strict=True):
+            packed += layout.nbytes(scheme_of(name), n, k) if layout.nbytes else n * k * width
         by_site.setdefault(spec.site, []).append(packed)
     rows = [LedgerRow(item=site, kind="weights", bytes=sum(b)) for site, b in by_site.items()]
     plain = sum(spec.elements * PLAIN_BYTES.get(spec.dtype, width) for spec in arch.plain_weights())

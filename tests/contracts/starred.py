@@ -96,6 +96,7 @@ HEAVY = (
     "ops.linear.onednn_layout",
     "ops.linear.packed",
     "ops.linear.rounding",
+    "ops.linear.stored",
     "ops.moe_experts.layouts",
     "ops.rope.tables",
     "ops.sample.draw",

@@ -1,17 +1,8 @@
 """Declared implementations of `swiglu` and `swiglu_clamp`."""
 
 from metainfer.kernels.cost import elementwise, extent
-from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import (
-    C_ON_CPU,
-    FLOAT32,
-    FLOATS,
-    NATIVE_ON_CPU,
-    ON_CUDA,
-    ON_EITHER,
-    SHORT,
-    TRITON,
-)
+from metainfer.kernels.impl import Context
+from metainfer.ops.declare import compiled_c, portable, reference, triton
 
 
 def _values(c: Context) -> float:
@@ -19,64 +10,27 @@ def _values(c: Context) -> float:
 
 
 IMPLS = (
-    Impl(
-        op="swiglu",
-        name="triton",
-        load="metainfer.ops.activation.triton:swiglu",
-        provider="triton",
-        dtypes=SHORT,
-        conditions=TRITON,
-        native_when=(ON_CUDA,),
-        graph_safe=True,
-        cost=elementwise(_values, part=0.8),
-    ),
-    Impl(
-        op="swiglu",
-        name="c",
-        load="metainfer.ops.activation.cpu_c:swiglu",
-        provider="c",
-        dtypes=FLOAT32,
-        conditions=C_ON_CPU,
-        native_when=NATIVE_ON_CPU,
-        cost=elementwise(_values, part=0.8),
-    ),
-    Impl(
-        op="swiglu",
-        name="torch",
-        load="metainfer.ops.activation.torch_swiglu:swiglu",
-        provider="torch",
-        dtypes=FLOATS,
-        conditions=(ON_EITHER,),
-        native_when=NATIVE_ON_CPU,
-        graph_safe=True,
+    triton("swiglu", "activation.triton:swiglu", cost=elementwise(_values, part=0.8)),
+    compiled_c("swiglu", "activation.cpu_c:swiglu", cost=elementwise(_values, part=0.8)),
+    portable(
+        "swiglu",
+        "activation.torch_swiglu:swiglu",
         cost=elementwise(_values, launches=2, part=0.5),
     ),
-    Impl(
-        op="swiglu",
-        name="ref",
-        load="metainfer.ops.activation.ref:swiglu",
-        provider="reference",
-        dtypes=FLOATS,
+    reference(
+        "swiglu",
+        "activation.ref:swiglu",
         graph_safe=True,
         cost=elementwise(_values, launches=5, part=0.2),
     ),
-    Impl(
-        op="swiglu_clamp",
-        name="torch",
-        load="metainfer.ops.activation.torch_swiglu:swiglu_clamp",
-        provider="torch",
-        dtypes=FLOATS,
-        conditions=(ON_EITHER,),
-        native_when=NATIVE_ON_CPU,
-        graph_safe=True,
+    portable(
+        "swiglu_clamp",
+        "activation.torch_swiglu:swiglu_clamp",
         cost=elementwise(_values, launches=4, part=0.4),
     ),
-    Impl(
-        op="swiglu_clamp",
-        name="ref",
-        load="metainfer.ops.activation.ref:swiglu_clamp",
-        provider="reference",
-        dtypes=FLOATS,
+    reference(
+        "swiglu_clamp",
+        "activation.ref:swiglu_clamp",
         graph_safe=True,
         cost=elementwise(_values, launches=7, part=0.2),
     ),

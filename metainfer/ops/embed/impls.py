@@ -2,17 +2,18 @@
 
 from metainfer.kernels.conditions import custom, weight_schemes
 from metainfer.kernels.cost import elementwise, extent
-from metainfer.kernels.impl import Context, Impl
+from metainfer.kernels.impl import Context
 from metainfer.ops.declare import (
     C_ON_CPU,
+    DENSE,
     FLOAT32,
-    FLOATS,
-    NATIVE_ON_CPU,
     ON_CPU,
-    ON_CUDA,
-    ON_EITHER,
-    SHORT,
-    TRITON,
+    RECIPE,
+    STORED,
+    compiled_c,
+    portable,
+    reference,
+    triton,
 )
 
 
@@ -21,63 +22,49 @@ def _values(c: Context) -> float:
 
 
 IMPLS = (
-    Impl(
-        op="embed",
-        name="triton",
-        load="metainfer.ops.embed.triton:embed",
-        provider="triton",
-        dtypes=SHORT,
-        conditions=TRITON,
-        requires_layout={"weight": "dense@1"},
-        native_when=(ON_CUDA,),
-        graph_safe=True,
-        cost=elementwise(_values, part=0.7),
+    triton(
+        "embed", "embed.triton:embed", requires_layout=DENSE, cost=elementwise(_values, part=0.7)
     ),
-    Impl(
-        op="embed",
-        name="c",
-        load="metainfer.ops.linear.cpu_c:embed",
-        provider="c",
-        dtypes=FLOAT32,
+    compiled_c(
+        "embed",
+        "linear.cpu_c:embed",
         conditions=(
             *C_ON_CPU,
             weight_schemes("Q4_0", "Q4_1", "Q8_0"),
             custom("shape", lambda c: len(set(c.request.schemes)) <= 1, "needs one scheme"),
         ),
         requires_layout={"weight": "c-rows16@1"},
-        native_when=NATIVE_ON_CPU,
         cost=elementwise(_values, part=0.6),
     ),
-    Impl(
-        op="embed",
+    portable(
+        "embed",
+        "linear.onednn_layout:embed",
         name="onednn",
-        load="metainfer.ops.linear.onednn_layout:embed",
-        provider="torch",
         dtypes=FLOAT32,
         conditions=(ON_CPU,),
         requires_layout={"weight": "onednn-f32@1"},
-        native_when=NATIVE_ON_CPU,
+        graph_safe=False,
         cost=elementwise(_values, part=0.6),
     ),
-    Impl(
-        op="embed",
-        name="torch",
-        load="metainfer.ops.embed.torch_embed:embed",
-        provider="torch",
-        dtypes=FLOATS,
-        conditions=(ON_EITHER,),
-        requires_layout={"weight": "dense@1"},
-        native_when=NATIVE_ON_CPU,
-        graph_safe=True,
+    portable(
+        "embed",
+        "embed.torch_embed:embed",
+        requires_layout=DENSE,
         cost=elementwise(_values, part=0.6),
     ),
-    Impl(
-        op="embed",
-        name="ref",
-        load="metainfer.ops.embed.ref:embed",
-        provider="reference",
-        dtypes=FLOATS,
-        requires_layout={"weight": "dense@1"},
+    portable(
+        "embed",
+        "embed.torch_embed:embed_stored",
+        name="recipe",
+        conditions=RECIPE,
+        requires_layout=STORED,
+        graph_safe=False,
+        cost=elementwise(_values, launches=6, part=0.3),
+    ),
+    reference(
+        "embed",
+        "embed.ref:embed",
+        requires_layout=DENSE,
         cost=elementwise(_values, launches=2, part=0.5),
     ),
 )

@@ -3,30 +3,32 @@
 from collections.abc import Callable
 
 from metainfer.kernels.cost import elementwise, extent
-from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import FLOATS
+from metainfer.kernels.impl import Context
+from metainfer.ops.declare import portable, reference
+
+Cost = Callable[[Context], float | None]
 
 
-def _streams(copies: int) -> Callable[[Context], float]:
-    """Values moved when the streams pass `copies` times."""
-    return lambda c: float(copies * extent(c, "rows") * extent(c, "n", 4) * extent(c, "d"))
+def _cost(copies: int, launches: int, part: float) -> Cost:
+    """The streams pass `copies` times."""
+
+    def values(c: Context) -> float:
+        return float(copies * extent(c, "rows") * extent(c, "n", 4) * extent(c, "d"))
+
+    return elementwise(values, launches=launches, part=part)
 
 
-IMPLS = tuple(
-    Impl(
-        op=op,
-        name="ref",
-        load=f"metainfer.ops.hyper.ref:{op}",
-        provider="reference",
-        dtypes=FLOATS,
-        graph_safe=True,
-        cost=elementwise(_streams(copies), launches=launches, part=0.15),
-    )
-    for op, copies, launches in (
-        ("hyper_pre", 5, 104),
-        ("hyper_triplet", 3, 90),
-        ("hyper_collapse", 3, 4),
-        ("hyper_mix", 5, 6),
-        ("hyper_head", 6, 14),
-    )
+IMPLS = (
+    portable("hyper_pre", "hyper.torch_hyper:hyper_pre", cost=_cost(4, 96, 0.3)),
+    reference("hyper_pre", "hyper.ref:hyper_pre", graph_safe=True, cost=_cost(5, 140, 0.15)),
+    reference(
+        "hyper_triplet", "hyper.ref:hyper_triplet", graph_safe=True, cost=_cost(3, 130, 0.15)
+    ),
+    reference(
+        "hyper_collapse", "hyper.ref:hyper_collapse", graph_safe=True, cost=_cost(3, 4, 0.15)
+    ),
+    portable("hyper_mix", "hyper.torch_hyper:hyper_mix", cost=_cost(4, 4, 0.25)),
+    reference("hyper_mix", "hyper.ref:hyper_mix", graph_safe=True, cost=_cost(5, 6, 0.15)),
+    portable("hyper_head", "hyper.torch_hyper:hyper_head", cost=_cost(4, 12, 0.25)),
+    reference("hyper_head", "hyper.ref:hyper_head", graph_safe=True, cost=_cost(6, 14, 0.15)),
 )

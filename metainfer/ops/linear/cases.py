@@ -99,7 +99,7 @@ def recipe(x: Tensor, weight: PackedWeight) -> Tensor:
 def rounded_recipe(x: Tensor, weight: PackedWeight) -> Tensor:
     """DeepSeek's linear layer on block-scaled weights: the bias comes to the rounded product."""
     out = linear_f32_rounded(x, dataclasses.replace(weight, bias=None)).to(x.dtype)
-    return out if weight.bias is None else out + weight.bias
+    return out if weight.bias is None else out + weight.bias.to(x.dtype)
 
 
 CASES = {"linear": cases, "linear_f32": cases_f32}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from metainfer.core.errors import InternalError
 from metainfer.core.verdict import ACCEPT, Verdict, reject, require
-from metainfer.formats.quant import RawTensor
+from metainfer.formats.quant import Stored
 from metainfer.ops.linear.packed import PackedWeight, pack_dense
 
 LAYOUT = "onednn-f32@1"
@@ -67,7 +67,7 @@ def probe() -> Verdict:
 
 
 def pack(
-    raws: Sequence[RawTensor],
+    raws: Sequence[Stored],
     bias: Tensor | None = None,
     *,
     dtype: torch.dtype = torch.float32,

@@ -1,17 +1,8 @@
 """Declared implementations of `rope`."""
 
 from metainfer.kernels.cost import elementwise, extent
-from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import (
-    C_ON_CPU,
-    FLOAT32,
-    FLOATS,
-    NATIVE_ON_CPU,
-    ON_CUDA,
-    ON_EITHER,
-    SHORT,
-    TRITON,
-)
+from metainfer.kernels.impl import Context
+from metainfer.ops.declare import compiled_c, portable, reference, triton
 
 HONOURS = frozenset({"interleaved", "partial"})
 
@@ -21,47 +12,17 @@ def _values(c: Context) -> float:
 
 
 IMPLS = (
-    Impl(
-        op="rope",
-        name="triton",
-        load="metainfer.ops.rope.triton:rope",
-        provider="triton",
-        dtypes=SHORT,
-        conditions=TRITON,
+    triton("rope", "rope.triton:rope", honours=HONOURS, cost=elementwise(_values, part=0.7)),
+    compiled_c("rope", "rope.cpu_c:rope", honours=HONOURS, cost=elementwise(_values, part=0.8)),
+    portable(
+        "rope",
+        "rope.torch_rope:rope",
         honours=HONOURS,
-        native_when=(ON_CUDA,),
-        graph_safe=True,
-        cost=elementwise(_values, part=0.7),
-    ),
-    Impl(
-        op="rope",
-        name="c",
-        load="metainfer.ops.rope.cpu_c:rope",
-        provider="c",
-        dtypes=FLOAT32,
-        conditions=C_ON_CPU,
-        honours=HONOURS,
-        native_when=NATIVE_ON_CPU,
-        cost=elementwise(_values, part=0.8),
-    ),
-    Impl(
-        op="rope",
-        name="torch",
-        load="metainfer.ops.rope.torch_rope:rope",
-        provider="torch",
-        dtypes=FLOATS,
-        conditions=(ON_EITHER,),
-        honours=HONOURS,
-        native_when=NATIVE_ON_CPU,
-        graph_safe=True,
         cost=elementwise(_values, launches=16, part=0.25),
     ),
-    Impl(
-        op="rope",
-        name="ref",
-        load="metainfer.ops.rope.ref:rope",
-        provider="reference",
-        dtypes=FLOATS,
+    reference(
+        "rope",
+        "rope.ref:rope",
         honours=HONOURS,
         graph_safe=True,
         cost=elementwise(_values, launches=24, part=0.15),
