@@ -115,10 +115,16 @@ class EngineFlags:
             "--no-prefix-cache", "--no-enable-prefix-caching", text="never reuse cached prefixes"
         ),
     ] = False
+    draft: Annotated[
+        str | None,
+        _flag("--draft", text="speculation: off, ngram:N (tokens seen before), mtp:N (a module)"),
+    ] = None
 
     def intent(self, model: str) -> Intent:
         """The `Intent`, with the origin of each value that the user gave."""
-        given = [name for name in ("context", "concurrency", "dtype") if getattr(self, name)]
+        given = [
+            name for name in ("context", "concurrency", "dtype", "draft") if getattr(self, name)
+        ]
         origins = dict.fromkeys(given, Origin.FLAG)
         platform = self.platform
         if platform is not None:
@@ -138,6 +144,7 @@ class EngineFlags:
             chunk_tokens=self.chunk_tokens,
             threads=self.threads,
             prefix_cache=not self.no_prefix_cache,
+            draft=self.draft,
             ops=parse_pairs(self.op, "--op"),
             layouts=parse_pairs(self.layout, "--layout"),
             allow_fallback=self.allow_fallback,

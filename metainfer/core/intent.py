@@ -23,7 +23,8 @@ class Intent:
     `concurrency`: sequences running at once. `kv_bytes`: device memory for the cache.
     `chunk_tokens`: most tokens in a step. `threads`: CPU threads. `ops`: op or site ->
     implementation. `layouts`: role -> layout id. `allow_fallback`: ops that may take a reference
-    path. `prefix_cache`: reuse of cached prefixes.
+    path. `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
+    ``mtp:N``.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Intent:
     chunk_tokens: int | None = None
     threads: int | None = None
     prefix_cache: bool = True
+    draft: str | None = None
     ops: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
     allow_fallback: tuple[str, ...] = ()

@@ -76,6 +76,15 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """Who proposes tokens ahead (``off``, ``ngram``, ``mtp``), and how many at most. The width of
+    verify runs, the proposals of a drafter and the rows that logits take follow from `depth`."""
+
+    method: str = "off"
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpPlan:
     """The implementation at one site in one phase."""
 
@@ -104,6 +113,7 @@ class Plan:
     ops: Mapping[str, OpPlan]
     graph_buckets: tuple[int, ...]
     limits: Limits
+    draft: DraftPlan
     ledger: tuple[LedgerRow, ...]
     decisions: tuple[Decision, ...]
 

@@ -21,10 +21,12 @@ from metainfer.core.step import Phase, RequestOutput
 from metainfer.engine.machine import open_machine
 from metainfer.engine.protocol import EngineInfo, EngineStats, Progress
 from metainfer.kv.book.manager import KVManager
+from metainfer.planner.drafts import MODEL, NGRAM
 from metainfer.planner.opening import OpenedModel, open_model
 from metainfer.planner.report import plan_document
 from metainfer.planner.resolve import Resolved
 from metainfer.scheduler.config import SchedulerConfig
+from metainfer.scheduler.ngram import NgramDrafts
 from metainfer.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -134,9 +136,12 @@ class Engine:
             step_tokens=limits.step_tokens,
             mixed_prefill_tokens=limits.mixed_prefill_tokens,
             max_waiting=limits.max_waiting,
+            max_drafts=plan.draft.depth,
+            model_drafts=plan.draft.method == MODEL,
             layouts={Phase(phase): layout for phase, layout in plan.phase_layout.items()},
         )
-        return Scheduler(config, [manager])
+        source = NgramDrafts() if plan.draft.method == NGRAM else None
+        return Scheduler(config, [manager], drafts=source)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -188,6 +193,9 @@ class Engine:
             cache_hit_tokens=counters.cached_tokens,
             longest_decode_gap_s=reading.longest_decode_gap_s,
             last_step_s=self._last_step_s,
+            drafted_tokens=counters.drafted_tokens,
+            accepted_drafts=counters.accepted_drafts,
+            draft_alarm=reading.draft_alarm,
         )
 
     @property

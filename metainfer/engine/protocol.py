@@ -47,6 +47,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     cache_hit_tokens: int = 0
     longest_decode_gap_s: float = 0.0
     last_step_s: float = 0.0
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0
+    draft_alarm: str = ""  # why speculation looks broken, empty when it does not
 
 
 # -- server to engine ------------------------------------------------------------------------------

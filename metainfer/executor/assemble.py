@@ -70,5 +70,6 @@ def assemble(
             vocab=arch.vocab_size,
             weight_bytes=weights.nbytes,
             graph_buckets=plan.graph_buckets,
+            drafts=plan.draft.depth,
         )
     )

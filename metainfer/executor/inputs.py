@@ -12,6 +12,7 @@ import torch
 
 from metainfer.core.step import PENDING, RankTokens, TokenRun
 from metainfer.executor.slots import SlotTable
+from metainfer.executor.speculative import drafts_of
 from metainfer.executor.transfer import to_device
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.models.common.inputs import GroupInputs, SegmentInputs
@@ -120,6 +121,8 @@ def _ids(runs: Sequence[TokenRun], table: SlotTable, total: int) -> Ints:
         ids[at:end] = run.tokens
         if run.tokens[0] == PENDING:
             ids[at] = table.states[run.slot].tokens[run.start]
+        if run.drafts:
+            ids[end - run.drafts : end] = drafts_of(run, table.states[run.slot])
         at = end
     return ids
 

@@ -33,6 +33,7 @@ from metainfer.executor.graphs import DecodeGraphs
 from metainfer.executor.inputs import build
 from metainfer.executor.sampler import finish_runs
 from metainfer.executor.slots import SlotTable
+from metainfer.executor.speculative import ModelDrafts, propose
 from metainfer.kernels.table import OpTable
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.pools import KVStore
@@ -43,7 +44,7 @@ MOST_OPEN = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalParts:
-    """What an executor runs on, put together by `executor.assemble`."""
+    """What an executor runs on, put together by `executor.assemble`. `drafts`: most in a run."""
 
     model: Any
     ops: OpTable
@@ -56,6 +57,8 @@ class LocalParts:
     vocab: int
     weight_bytes: int
     graph_buckets: tuple[int, ...] = ()
+    drafts: int = 0
+    model_drafts: ModelDrafts | None = None
 
 
 class LocalExecutor:
@@ -78,6 +81,11 @@ class LocalExecutor:
             # Host memory is not the limit there; a full chunk at the limit would cost seconds.
             at_limit = min(at_limit, CPU_LIMIT_TOKENS)
         short = min(16, parts.step_tokens, parts.max_context)
+        verified = min(1 + parts.drafts, parts.step_tokens, parts.max_context)
+        verify = (
+            (Phase.VERIFY, [(0, verified)]),
+            (Phase.VERIFY, [(parts.max_context - verified, verified)]),
+        )
         for phase, runs in (
             (Phase.CHUNK, [(0, 1)]),  # attention tiles its queries by their number
             (Phase.CHUNK, [(0, short)]),
@@ -85,6 +93,7 @@ class LocalExecutor:
             (Phase.DECODE, [(0, 1)] * 2),
             (Phase.DECODE, [(parts.max_context - 1, 1)]),
             (Phase.CHUNK, [(parts.max_context - at_limit, at_limit)]),
+            *(verify if parts.drafts else ()),
         ):
             start, length = runs[0]
             on_bucket(f"{phase.value}, {length} tokens from {start}")
@@ -141,34 +150,41 @@ class LocalExecutor:
         parts, rank = self._parts, segment.ranks[0]
         phase_ops = parts.ops.phase(segment.phase)
         host = build(rank, self._slots, parts.groups)
-        logits = None
-        if self._graphs is not None and _captured(segment):
+        drafter = parts.model_drafts
+        if self._graphs is not None and _captured(segment) and drafter is None:
             logits = self._graphs.run(host)
-        if logits is None:
-            inputs = host.to(parts.device)
-            hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
-            if not len(host.logit_rows):
-                return [RunResult(run.slot) for run in rank.runs]
+            if logits is not None:
+                return finish_runs(logits, rank.runs, self._slots, phase_ops)
+        inputs = host.to(parts.device)
+        hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
+        results = [RunResult(run.slot) for run in rank.runs]
+        if len(host.logit_rows):
             logits = parts.model.logits(hidden, inputs, phase_ops)
-        return finish_runs(logits, rank.runs, self._slots, phase_ops)
+            results = finish_runs(logits, rank.runs, self._slots, phase_ops)
+        if drafter is not None and segment.stop_layer == ALL_LAYERS:
+            propose(drafter, hidden, inputs, rank.runs, results, self._slots, phase_ops)
+        return results
 
     def _warm_segment(self, phase: Phase, runs: Sequence[tuple[int, int]]) -> None:
         """One segment of (start, length) runs whose pages are all page 0, which nobody owns."""
         parts = self._parts
         params = SamplingParams(temperature=0.0)
         slots = range(len(runs))
+        drafts = runs[0][1] - 1 if phase is Phase.VERIFY else 0
+        proposals = parts.drafts if parts.model_drafts is not None else 0
+        proposals = min(proposals, parts.max_context - max(sum(run) for run in runs))
         new = tuple(
             NewRequest("warm", slot, 0, (0,) * length, length, 0, params)
             for slot, (_, length) in zip(slots, runs, strict=True)
         )
         pages = tuple(
-            PageGrant(slot, group.index, 0, (0,) * group.pages_for(start + length))
+            PageGrant(slot, group.index, 0, (0,) * group.pages_for(start + length + proposals))
             for slot, (start, length) in zip(slots, runs, strict=True)
             for group in parts.groups
             if group.kind is not GroupKind.STATE
         )
         tokens = tuple(
-            TokenRun(slot, start, (0,) * length, 1, 0, True)
+            TokenRun(slot, start, (0,) * length, 1 + drafts, drafts, True, proposals)
             for slot, (start, length) in zip(slots, runs, strict=True)
         )
         segment = Segment(phase, "warm", (RankTokens(tokens),))

@@ -17,6 +17,7 @@ from torch import Tensor
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import RunResult, TokenLogprobs, TokenRun
 from metainfer.executor.slots import SlotState, SlotTable
+from metainfer.executor.speculative import accepted, drafts_of
 from metainfer.executor.transfer import to_device
 from metainfer.kernels.table import PhaseOps
 from metainfer.ops.sample.inputs import NO_LOGPROBS, SampleInputs, SampleOutput, count_tokens
@@ -28,11 +29,24 @@ SCORED_ROWS = 128
 
 @dataclass(slots=True)
 class _Row:
-    """One row of logits that draws a token."""
+    """One row of logits that draws a token, behind `ahead`: the drafts of its run before it.
+
+    The row counts only if all of these are accepted, so it draws as if they had been: they are part
+    of its history, its number of draws and its number of generated tokens.
+    """
 
     state: SlotState
-    index: int  # how many draws came before, over the request's life
-    generated: int  # tokens generated before this one
+    ahead: tuple[int, ...]
+
+    @property
+    def index(self) -> int:
+        """How many draws came before, over the request's life."""
+        return self.state.sampled + len(self.ahead)
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated before this one."""
+        return len(self.state.tokens) - self.state.prompt_len + len(self.ahead)
 
 
 def finish_runs(
@@ -41,19 +55,21 @@ def finish_runs(
     """Draw for every sampling run and report prompt log-probabilities where asked.
 
     `logits` [R, V] holds the rows of all runs that need any, in order. Sampled tokens are appended
-    to the slots' histories. Drafts are verified greedily against the same rows.
+    to the slots' histories, as far as drafts were accepted. A broken row is a fault only if its
+    draw counts: behind a rejected draft it may hold anything.
     """
     rows: list[_Row] = []
     picks: list[int] = []
+    proposed: list[tuple[int, ...]] = []
     at = 0
     for run in runs:
         state = table.states[run.slot]
+        drafts = drafts_of(run, state)
+        proposed.append(drafts)
         if run.samples:
             first = at + run.logits - 1 - run.drafts
-            for offset in range(1 + run.drafts):
-                picks.append(first + offset)
-                done = len(state.tokens) - state.prompt_len + offset
-                rows.append(_Row(state, state.sampled + offset, done))
+            picks += range(first, first + 1 + run.drafts)
+            rows += [_Row(state, drafts[:offset]) for offset in range(1 + run.drafts)]
         at += run.logits
     drawn = logits
     if len(picks) != logits.shape[0]:
@@ -70,11 +86,14 @@ def finish_runs(
         span = slice(row, row + count)
         row += count
         state = table.states[run.slot]
-        if any(bad[span]):
+        kept = tokens[span]
+        kept = kept[: accepted(proposed[number], kept) + 1]
+        if any(bad[row - count : row - count + len(kept)]):
             error = "the model's logits hold NaN or infinity for this request"
             results.append(RunResult(run.slot, error=error))
             continue
-        kept = _accepted(run, tokens[span])
+        if state.grammar is not None and kept:
+            state.grammar.accept(kept)
         state.sampled += len(kept)
         state.tokens.extend(kept)
         reports = _reports(output, state.params, span.start, kept)
@@ -101,6 +120,7 @@ def gather(rows: Sequence[_Row], device: torch.device) -> SampleInputs:
         "frequency": feature("frequency_penalty", 0.0),
         "repetition": feature("repetition_penalty", 1.0),
         "top_logprobs": max(wanted) if wanted else NO_LOGPROBS,
+        "allowed": _allowed(rows, device),
         **_edits(rows, device),
     }
     if any(common[name] is not None for name in ("presence", "frequency", "repetition")):
@@ -141,13 +161,31 @@ def _edits(rows: Sequence[_Row], device: torch.device) -> dict[str, Tensor | Non
 
 
 def _histories(rows: Sequence[_Row], device: torch.device) -> dict[str, Tensor]:
+    """What each row's penalties count. A request's tokens are counted once for all rows of its run,
+    the drafts ahead of each row on top."""
     vocab = rows[0].state.vocab
-    generated = [row.state.tokens[row.state.prompt_len :] for row in rows]
-    prompts = [row.state.tokens[: row.state.prompt_len] for row in rows]
-    return {
-        "output_counts": count_tokens(generated, vocab, device),
-        "prompt_seen": count_tokens(prompts, vocab, device) > 0,
-    }
+    states = {id(row.state): row.state for row in rows}
+    place = {key: number for number, key in enumerate(states)}
+    generated = [state.tokens[state.prompt_len :] for state in states.values()]
+    prompts = [state.tokens[: state.prompt_len] for state in states.values()]
+    counts = count_tokens(generated, vocab, device)
+    seen = count_tokens(prompts, vocab, device) > 0
+    if len(states) != len(rows):
+        owners = to_device(np.array([place[id(row.state)] for row in rows], np.int64), device)
+        counts = counts[owners] + count_tokens([list(row.ahead) for row in rows], vocab, device)
+        seen = seen[owners]
+    return {"output_counts": counts, "prompt_seen": seen}
+
+
+def _allowed(rows: Sequence[_Row], device: torch.device) -> Tensor | None:
+    """The grammars' masks; every id for a row that has none."""
+    if all(row.state.grammar is None for row in rows):
+        return None
+    masks = np.ones((len(rows), rows[0].state.vocab), np.bool_)
+    for mask, row in zip(masks, rows, strict=True):
+        if row.state.grammar is not None:
+            mask[:] = row.state.grammar.allowed(row.ahead)
+    return to_device(masks, device)
 
 
 def _to_host(output: SampleOutput) -> SampleOutput:
@@ -162,17 +200,6 @@ def _to_host(output: SampleOutput) -> SampleOutput:
         and (value := getattr(output, field.name)) is not None
     }
     return SampleOutput(tokens=tokens, bad=bad.bool(), **rest)
-
-
-def _accepted(run: TokenRun, tokens: list[int]) -> list[int]:
-    """The drafts that the target drew itself, and the token after them."""
-    if not run.drafts:
-        return tokens
-    proposed = run.tokens[-run.drafts :]
-    kept = 0
-    while kept < run.drafts and tokens[kept] == proposed[kept]:
-        kept += 1
-    return tokens[: kept + 1]
 
 
 def _reports(

@@ -7,7 +7,7 @@ of vectorised look-ups whatever the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,15 @@ import numpy.typing as npt
 from metainfer.core.errors import InternalError
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import NewRequest, StepPlan
+from metainfer.executor.speculative import Grammar
 from metainfer.kv.book.spec import GroupSpec
 
 
 @dataclass(slots=True)
 class SlotState:
     """One running request. `tokens` = prompt and everything sampled; `sampled` counts draws over
-    the request's whole life, preemptions included."""
+    the request's whole life, preemptions included. `proposals`: what a model that drafts made of
+    the latest run; `grammar` narrows what may be drawn."""
 
     request_id: str
     params: SamplingParams
@@ -30,6 +32,8 @@ class SlotState:
     sampled: int
     eos_token_ids: tuple[int, ...]
     vocab: int
+    proposals: list[int] = field(default_factory=list)
+    grammar: Grammar | None = None
 
 
 class SlotTable:

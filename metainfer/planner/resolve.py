@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import GOALS, Intent
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
-from metainfer.core.plan import GroupPlan, LayoutPlan, LedgerRow, Limits, ModelPlan, OpPlan, Plan
+from metainfer.core.plan import (
+    DraftPlan,
+    GroupPlan,
+    LayoutPlan,
+    LedgerRow,
+    Limits,
+    ModelPlan,
+    OpPlan,
+    Plan,
+)
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import OpRequest
@@ -21,6 +30,7 @@ from metainfer.kernels.select import Policy, Selection, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec, form_groups
 from metainfer.models.arch import Arch
+from metainfer.planner import drafts
 from metainfer.planner.graphs import decode_graphs
 from metainfer.planner.memory import (
     DTYPE_BYTES,
@@ -40,12 +50,14 @@ NOT_BUILT = "layouts of several ranks are not built yet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the resolver may know of a model: its arch and how each tensor is stored."""
+    """What the resolver may know of a model: its arch, how each tensor is stored, and the draft
+    module that it brings along."""
 
     reference: str
     arch: Arch
     scheme_of: Callable[[str], str]
     parameters: int
+    draft: drafts.DraftModule | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,17 +188,30 @@ class _Resolver:
             )
         return page
 
-    def requests(self, dtype: str, limits: Limits, page_tokens: int) -> tuple[OpRequest, ...]:
+    def draft(self, limits: Limits) -> DraftPlan:
+        return drafts.decide(
+            self.intent.draft,
+            self.model.draft,
+            self.ledger,
+            self.intent.origin("draft"),
+            step_tokens=limits.step_tokens,
+            max_context=limits.max_context,
+        )
+
+    def requests(
+        self, dtype: str, limits: Limits, page_tokens: int, draft: DraftPlan
+    ) -> tuple[OpRequest, ...]:
         schemes = self.schemes()
         decoding = 1 if self.intent.goal == "latency" else min(8, limits.max_running)
         typical = {  # phase -> (tokens, rows that need logits)
             Phase.CHUNK: (limits.step_tokens, 1),
             Phase.MIXED: (limits.mixed_prefill_tokens + decoding, decoding),
             Phase.DECODE: (decoding, decoding),
+            Phase.VERIFY: (decoding * (1 + draft.depth),) * 2,
         }
         return tuple(
             request
-            for phase in PHASES
+            for phase in phases(draft)
             for request in self.arch.op_requests(
                 phase, *typical[phase], dtype, schemes, page_tokens
             )
@@ -232,15 +257,16 @@ class _Resolver:
         layouts: Mapping[str, str],
         weights: list[LedgerRow],
         page_tokens: int,
+        draft: DraftPlan,
     ) -> tuple[tuple[GroupSpec, ...], CacheBudget, LedgerRow]:
         specs = self.arch.cache_specs(dtype, layouts)
         groups = form_groups(specs, page_tokens=page_tokens)
+        drafts.check_rewind(draft, groups)
+        scored = min(limits.step_tokens, limits.max_running * (1 + draft.depth))
         transient = LedgerRow(
             item=f"activations of {limits.step_tokens} tokens",
             kind="transient",
-            bytes=self.arch.activation_bytes(
-                limits.step_tokens, limits.max_running, DTYPE_BYTES[dtype]
-            ),
+            bytes=self.arch.activation_bytes(limits.step_tokens, scored, DTYPE_BYTES[dtype]),
         )
         budget = self.kv_bytes(total([*weights, transient]))
         sized = size_cache(
@@ -335,15 +361,15 @@ def resolve(
     ledger, arch = resolver.ledger, model.arch
     dtype = resolver.dtype()
     limits = resolver.limits()
-    page = resolver.page_tokens()
-    selection = select(registry, resolver.requests(dtype, limits, page), facts, policy)
+    page, draft = resolver.page_tokens(), resolver.draft(limits)
+    selection = select(registry, resolver.requests(dtype, limits, page, draft), facts, policy)
     resolver.record_selection(selection)
     layouts = selection.bundle.layouts
     held = {role: registry.layout(layout) for role, layout in layouts.items()}
     weights = weight_rows(arch, held, model.scheme_of, dtype)
     tables = arch.table_bytes(limits.max_context)
     weights.append(LedgerRow(item="rotary tables", kind="weights", bytes=tables))
-    groups, sized, transient = resolver.cache(dtype, limits, layouts, weights, page)
+    groups, sized, transient = resolver.cache(dtype, limits, layouts, weights, page, draft)
     threads = resolver.threads(source)
     ledger.record(
         "prefix_cache", intent.prefix_cache, intent.origin("prefix_cache"), "reuse of prefixes"
@@ -369,7 +395,7 @@ def resolve(
         machine=machine,
         threads=threads,
         layouts=(LayoutPlan(name=SINGLE),),
-        phase_layout={phase.value: SINGLE for phase in PHASES},
+        phase_layout={phase.value: SINGLE for phase in phases(draft)},
         kv_domains=1,
         kv_groups=tuple(_group_plan(group, sized.sizes) for group in groups),
         kv_tokens=sized.tokens,
@@ -383,6 +409,7 @@ def resolve(
         },
         graph_buckets=resolver.graph_buckets(selection, limits.max_running),
         limits=limits,
+        draft=draft,
         ledger=(*weights, *kv_rows(sized.sizes, sized.tokens), transient),
         decisions=ledger.freeze(),
     )
@@ -396,7 +423,13 @@ def choose(
     """The kernels alone, for a machine that cannot hold the rest. Raises as `resolve`."""
     resolver = _Resolver(intent, model, facts)
     dtype, limits, page = resolver.dtype(), resolver.limits(), resolver.page_tokens()
-    return select(registry, resolver.requests(dtype, limits, page), facts, policy)
+    asked = resolver.requests(dtype, limits, page, resolver.draft(limits))
+    return select(registry, asked, facts, policy)
+
+
+def phases(draft: DraftPlan) -> tuple[Phase, ...]:
+    """The phases that an engine meets; kernels are chosen for each."""
+    return (*PHASES, Phase.VERIFY) if draft.depth else PHASES
 
 
 def _group_plan(group: GroupSpec, sizes: CacheSizes) -> GroupPlan:

@@ -56,12 +56,19 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.longest_decode_gap_s,
     ),
     ("last_step_seconds", "Duration of the latest engine step.", lambda s: s.last_step_s),
+    (
+        "draft_alarm",
+        "1 while many drafted tokens were verified and none was accepted.",
+        lambda s: float(bool(s.draft_alarm)),
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("engine_steps", "Engine steps.", lambda s: s.steps),
     ("preemptions", "Sequences put back to make room.", lambda s: s.preemptions),
     ("prompt_tokens", "Prompt tokens computed.", lambda s: s.prompt_tokens),
     ("generated_tokens", "Tokens generated.", lambda s: s.generated_tokens),
+    ("drafted_tokens", "Tokens proposed ahead and verified.", lambda s: s.drafted_tokens),
+    ("accepted_draft_tokens", "Drafted tokens that were right.", lambda s: s.accepted_drafts),
     (
         "prefix_cache_query_tokens",
         "Prompt tokens looked up in the prefix cache.",

@@ -72,6 +72,7 @@ HEAVY = (
     "formats.block_codecs",
     "formats.checkpoint",
     "formats.convert",
+    "executor.speculative",
     "formats.elements",
     "formats.lossless",
     "formats.quant",
