@@ -120,20 +120,6 @@ class HostText:
         lines = (line.partition("=") for line in (self.texts.get(key) or "").splitlines())
         return {name: value for name, equals, value in lines if equals}
 
-    def lay_out(self, root: Path) -> None:
-        """Write the files below `root`, so that a probe can read them there."""
-        for key, text in self.texts.items():
-            if not key.startswith("/"):
-                continue
-            path = root / key.lstrip("/")
-            if key.endswith("/"):
-                for name in text.split():
-                    (path / name).mkdir(parents=True, exist_ok=True)
-                path.mkdir(parents=True, exist_ok=True)
-            else:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
-
 
 def read_host_text(
     root: Path = Path("/"),

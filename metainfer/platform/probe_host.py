@@ -20,6 +20,7 @@ from pathlib import Path
 
 from metainfer.platform.facts import HostFacts
 from metainfer.platform.origins import PROBED, Origins
+from metainfer.platform.text_root import Folder
 
 COMPILERS = ("cc", "gcc", "clang")
 COMPILER_TIMEOUT_S = 5.0
@@ -39,7 +40,7 @@ class HostProbe:
 
 
 def probe_host(
-    root: Path = Path("/"), find_compiler: Callable[[], str | None] | None = None
+    root: Folder = Path("/"), find_compiler: Callable[[], str | None] | None = None
 ) -> HostProbe:
     """Read everything once. Takes milliseconds, plus one ``cc --version``."""
     origins = Origins()
@@ -84,7 +85,7 @@ def probe_host(
     )
 
 
-def read_text(path: Path) -> str | None:
+def read_text(path: Folder) -> str | None:
     """The file's text, or None when it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -114,7 +115,7 @@ def cpu_features(cpuinfo: str | None) -> frozenset[str] | None:
     return common
 
 
-def usable_cores(root: Path = Path("/")) -> tuple[int | None, str]:
+def usable_cores(root: Folder = Path("/")) -> tuple[int | None, str]:
     """Cores this process may keep busy, and which limit says so."""
     limits: list[tuple[int, str]] = []
     affinity = _affinity(root)
@@ -129,7 +130,7 @@ def usable_cores(root: Path = Path("/")) -> tuple[int | None, str]:
     return min(limits)
 
 
-def cpu_quota(root: Path = Path("/")) -> float | None:
+def cpu_quota(root: Folder = Path("/")) -> float | None:
     """The tightest CPU quota over this process's control groups, in cores; None without one."""
     quotas = []
     for folder in _group_folders(root, "cpu"):
@@ -145,7 +146,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     return min(quotas, default=None)
 
 
-def memory_limit(root: Path = Path("/")) -> int | None:
+def memory_limit(root: Folder = Path("/")) -> int | None:
     """The tightest memory limit over this process's control groups, in bytes; None without one."""
     limits = []
     for folder in _group_folders(root, "memory"):
@@ -156,7 +157,7 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     return min(limits, default=None)
 
 
-def available_memory(root: Path = Path("/")) -> int | None:
+def available_memory(root: Folder = Path("/")) -> int | None:
     """Bytes that can be taken now without swapping, control groups included."""
     free = meminfo(root, "MemAvailable")
     for folder in _group_folders(root, "memory"):
@@ -171,7 +172,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
     return free
 
 
-def meminfo(root: Path, field: str) -> int | None:
+def meminfo(root: Folder, field: str) -> int | None:
     """One line of ``/proc/meminfo`` in bytes."""
     for key, value in _pairs(read_text(root / "proc/meminfo") or ""):
         words = value.split()
@@ -181,25 +182,25 @@ def meminfo(root: Path, field: str) -> int | None:
     return None
 
 
-def physical_cores(root: Path = Path("/")) -> int | None:
+def physical_cores(root: Folder = Path("/")) -> int | None:
     """Distinct sets of sibling threads."""
     pattern = "sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"
     groups = {read_text(path) for path in root.glob(pattern)} - {None}
     return len(groups) or None
 
 
-def sockets(root: Path = Path("/")) -> int | None:
+def sockets(root: Folder = Path("/")) -> int | None:
     """Distinct processor packages."""
     pattern = "sys/devices/system/cpu/cpu[0-9]*/topology/physical_package_id"
     return len({read_text(path) for path in root.glob(pattern)} - {None}) or None
 
 
-def numa_nodes(root: Path = Path("/")) -> int | None:
+def numa_nodes(root: Folder = Path("/")) -> int | None:
     """Memory nodes of the machine."""
     return len(list(root.glob("sys/devices/system/node/node[0-9]*"))) or None
 
 
-def iommu_mode(root: Path = Path("/")) -> str | None:
+def iommu_mode(root: Folder = Path("/")) -> str | None:
     """``off``, ``pass-through``, ``translated`` or None.
 
     From the types of the IOMMU groups: a single translated group is enough to say translated.
@@ -207,8 +208,8 @@ def iommu_mode(root: Path = Path("/")) -> str | None:
     """
     groups = root / "sys/kernel/iommu_groups"
     try:
-        folders = sorted(groups.iterdir())
-        units = sorted((root / "sys/class/iommu").iterdir())
+        folders: list[Folder] = list(groups.iterdir())
+        units = list((root / "sys/class/iommu").iterdir())
     except OSError:
         return None
     if not folders:
@@ -252,11 +253,11 @@ def compiler() -> str | None:
     return None
 
 
-def _kernel(root: Path) -> str | None:
+def _kernel(root: Folder) -> str | None:
     return (read_text(root / "proc/sys/kernel/osrelease") or "").strip() or None
 
 
-def _affinity(root: Path) -> int | None:
+def _affinity(root: Folder) -> int | None:
     """From ``/proc/self/status``, which Linux keeps current; else from the system call."""
     for key, value in _pairs(read_text(root / "proc/self/status") or ""):
         if key == "Cpus_allowed_list":
@@ -266,7 +267,7 @@ def _affinity(root: Path) -> int | None:
     return None
 
 
-def _online_cores(root: Path) -> int | None:
+def _online_cores(root: Folder) -> int | None:
     text = read_text(root / "sys/devices/system/cpu/online")
     if text is not None:
         return _count_list(text)
@@ -288,7 +289,7 @@ def _count_list(text: str) -> int | None:
     return len(members(text) or ()) or None
 
 
-def _group_folders(root: Path, controller: str) -> Iterator[Path]:
+def _group_folders(root: Folder, controller: str) -> Iterator[Folder]:
     """This process's control group folders for one controller, innermost first, both versions.
 
     Inside a container the path of ``/proc/self/cgroup`` may not exist below the mount; the mount's

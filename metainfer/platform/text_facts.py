@@ -7,9 +7,8 @@ computer: a text without GPUs describes a machine whose processor computes.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
+from functools import lru_cache
 
 from metainfer.platform import host_text
 from metainfer.platform.capability import instructions
@@ -25,6 +24,7 @@ from metainfer.platform.nvidia_smi import (
 )
 from metainfer.platform.origins import DERIVED, PROBED, Origins
 from metainfer.platform.probe_host import HostProbe, probe_host
+from metainfer.platform.text_root import TextRoot
 
 HOST = -1
 #: Paths in the query's report; older drivers use the later spellings.
@@ -46,24 +46,28 @@ WINDOW = ("BAR1 Memory Usage/Total",)
 ECC = ("ECC Mode/Current",)
 
 
+# Many checks ask the same text; what they get is read, never changed.
+_tree = lru_cache(maxsize=8)(parse_lspci)
+_query = lru_cache(maxsize=8)(parse_query)
+
+
 def read_tree(text: HostText) -> PciTree | None:
-    """The PCI tree of the text, None when lspci was not read."""
+    """The PCI tree of the text, None when lspci was not read. Shared: not to be changed."""
     listed = text.get(host_text.LSPCI)
-    return None if listed is None else parse_lspci(listed)
+    return None if listed is None else _tree(listed)
 
 
 def read_query(text: HostText) -> SmiReport | None:
-    """The query's report of the text, None when it was not read."""
+    """The query's report of the text, None when it was not read. Shared: not to be changed."""
     listed = text.get(host_text.SMI_QUERY)
-    return None if listed is None else parse_query(listed)
+    return None if listed is None else _query(listed)
 
 
 def host_of(text: HostText) -> HostProbe:
     """The host's part, by the same probe that reads a live machine."""
     line = text.line(host_text.COMPILER)
-    with tempfile.TemporaryDirectory(prefix="metainfer-host-") as folder:
-        text.lay_out(Path(folder))
-        probe = probe_host(Path(folder), lambda: None if line is None else f"cc: {line}")
+    root = TextRoot(text.texts)
+    probe = probe_host(root, lambda: None if line is None else f"cc: {line}")
     # The probe runs here: what it takes from this computer is not the text's.
     return dataclasses.replace(probe, facts=dataclasses.replace(probe.facts, architecture=None))
 

@@ -48,7 +48,7 @@ def _unknown_names(inputs: Inputs) -> list[Finding]:
         if not name.startswith(env.PREFIX) or name in known:
             continue
         near = difflib.get_close_matches(name, known, n=1)
-        remedy = f"Did you mean {near[0]}?" if near else f"Unset it. Known: {', '.join(known)}."
+        remedy = f"Did you mean {near[0]}?" if near else f"unset {name}. Known: {', '.join(known)}."
         what = f"{name} is not a variable of ours; every other verb refuses to start."
         found.append(blocker("env.unknown-name", name, what, remedy, f"{name} is set"))
     return found
