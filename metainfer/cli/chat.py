@@ -86,7 +86,7 @@ def _answer(
     from metainfer.cli.session import Answer
 
     tools = session.text
-    ids = tools.tokenizer.encode(tools.template.render(messages), add_special=False)
+    ids = tools.chat_ids(messages)
     params = sampling(*how, session.room(ids, max_tokens))
     answer = Answer(len(ids))
     quiet = output.current.as_json

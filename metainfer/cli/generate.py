@@ -93,7 +93,7 @@ def generate(
         tools = session.text
         if chat:
             turn = [{"role": "user", "content": prompt}]
-            ids = tools.tokenizer.encode(tools.template.render(turn), add_special=False)
+            ids = tools.chat_ids(turn)
         else:
             ids = tools.tokenizer.encode(prompt)
         if not ids:

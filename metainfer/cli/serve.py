@@ -15,8 +15,8 @@ from metainfer.core.errors import UsageError
 
 if TYPE_CHECKING:
     from metainfer.core.intent import Intent
+    from metainfer.engine.model_text import TextTools
     from metainfer.engine.protocol import EngineInfo
-    from metainfer.engine.text_stream import TextTools
     from metainfer.server.state import ServerConfig
 
 SERVER = Group("Server", sort_key=1)
@@ -116,15 +116,16 @@ async def _serve(
 def _load_text(info: EngineInfo, chat_template: Path | None) -> TextTools:
     from dataclasses import replace
 
-    from metainfer.engine.text_stream import load_text
+    from metainfer.engine.model_text import load_text
 
     tools = load_text(info.model, info.vocab_size)
     if chat_template is None:
         return tools
     from metainfer.text.chat import ChatTemplate
+    from metainfer.text.dialogue import JinjaFormat
 
     template = ChatTemplate.from_file(chat_template, tools.tokenizer.special_tokens)
-    return replace(tools, template=template)
+    return replace(tools, format=JinjaFormat(tools.tokenizer, template))
 
 
 def _ready_document(

@@ -15,8 +15,9 @@ from metainfer.cli.clients import Screen, make_client
 from metainfer.core.errors import RequestError
 from metainfer.core.intent import Intent
 from metainfer.core.request import Request, SamplingParams
+from metainfer.engine.model_text import TextTools, load_text
 from metainfer.engine.protocol import EngineInfo
-from metainfer.engine.text_stream import TextStream, TextTools, load_text
+from metainfer.engine.text_stream import TextStream
 
 
 @dataclass(slots=True)

@@ -7,8 +7,7 @@ the rest in the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,86 +17,27 @@ from metainfer.core.request import FinishReason, Request, SamplingParams
 from metainfer.core.step import RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
-    from metainfer.text.chat import ChatTemplate
+    from metainfer.text.answer import Answer, AnswerParser
+    from metainfer.text.calls import Call
+    from metainfer.text.markers import MarkerTokens
+    from metainfer.text.stops import StopMatcher
     from metainfer.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class TextTools:
-    """A model's tokenizer and chat template; the template may be empty (`render` then refuses)."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate
-
-
-def load_text(reference: str, vocab_size: int) -> TextTools:
-    """The text side of a model reference that the engine has already loaded.
-
-    Random models have no tokenizer of their own and get `byte_text`.
-
-    Raises:
-        ModelError: the tokenizer or template is missing or malformed.
-    """
-    from metainfer.formats.source import resolve
-    from metainfer.text.chat import ChatTemplate
-    from metainfer.text.tokenizer import Tokenizer
-
-    source = resolve(reference, fetch=False)
-    if source.path is None:
-        return byte_text(vocab_size)
-    if source.kind == "gguf":
-        tokenizer = Tokenizer.from_gguf_metadata(source.gguf_metadata)
-        template = ChatTemplate.from_gguf_metadata(source.gguf_metadata, tokenizer.special_tokens)
-    else:
-        tokenizer = Tokenizer.from_folder(source.path)
-        template = ChatTemplate.from_folder(source.path, tokenizer.special_tokens)
-    return TextTools(tokenizer, template)
-
-
-_PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-def byte_text(vocab_size: int) -> TextTools:
-    """Text of a model without a tokenizer: ids 0-255 are bytes, id `i` above reads ``<i>``."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    from metainfer.text.chat import ChatTemplate
-    from metainfer.text.tokenizer import Tokenizer
-
-    letters = _byte_letters()[:vocab_size]
-    vocab = {letter: value for value, letter in enumerate(letters)}
-    vocab |= {f"<{value}>": value for value in range(len(letters), vocab_size)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = Tokenizer(backend, add_bos=False, vocab_size=vocab_size)
-    return TextTools(tokenizer, ChatTemplate(_PLAIN_TEMPLATE))
-
-
-def _byte_letters() -> list[str]:
-    """The letter that byte-level BPE writes for each byte value (GPT-2's ``bytes_to_unicode``)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    letters, spare = [], 0x100
-    for value in range(256):
-        if value in printable:
-            letters.append(chr(value))
-        else:
-            letters.append(chr(spare))
-            spare += 1
-    return letters
+TOOL_CALLS = "tool_calls"
 
 
 class Delta(msgspec.Struct):
-    """What one engine output adds to a choice. `finish` is ``stop`` or ``length`` at the end.
+    """What one engine output adds to a choice. `finish` is ``stop``, ``length`` or
+    ``tool_calls`` at the end.
 
     `starts[i]` is the character offset at which `tokens[i]` begins in the generated text.
+    `reasoning` and `calls` are filled where the answer is read in channels.
     """
 
     text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = []
     tokens: tuple[int, ...] = ()
     starts: list[int] = []
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -110,28 +50,50 @@ class TextStream:
 
     A stop string is looked for once `min_tokens` tokens are out; the text ends before it. Tokens
     after the one that completed it are dropped, though the engine may have sent them together.
+    With a parser the text comes in channels: content in `Delta.text`, reasoning, calls.
     """
 
     __slots__ = (
+        "_called",
         "_detokenizer",
         "_finder",
         "_min_tokens",
         "_offset",
+        "_one_call",
+        "_parser",
         "_want_starts",
         "cached_tokens",
         "completion_tokens",
         "finish",
+        "reasoning_tokens",
     )
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, params: SamplingParams
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        *,
+        params: SamplingParams,
+        parser: AnswerParser | None = None,
+        markers: MarkerTokens | None = None,
+        one_call: bool = False,
     ) -> None:
-        """`RequestError` for an empty, over-long or surplus stop string."""
+        """`markers`: the marker tokens that `parser` knows by their symbols. `one_call`: the
+        answer ends with its first call. `RequestError` for an empty, over-long or surplus stop
+        string."""
         from metainfer.text.detokenize import IncrementalDetokenizer
-        from metainfer.text.stops import StopMatcher
+        from metainfer.text.markers import MarkedDetokenizer
 
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._finder = StopMatcher(stops) if stops else None
+        self._detokenizer = (
+            IncrementalDetokenizer(tokenizer)
+            if markers is None
+            else MarkedDetokenizer(tokenizer, markers)
+        )
+        self._parser = parser
+        self._one_call = one_call
+        self._called = False
+        self.reasoning_tokens = 0
+        self._finder = _finder(stops, {} if markers is None else markers.symbols)
         self._min_tokens = params.min_tokens
         self._want_starts = params.logprobs is not None
         self._offset = 0
@@ -157,32 +119,61 @@ class TextStream:
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
         )
-        if self._finder is None and not self._want_starts:
+        if self._finder is None and self._parser is None and not self._want_starts:
             delta.text = self._detokenizer.push(output.tokens) if output.tokens else ""
             self.completion_tokens += len(output.tokens)
         else:
             self._push_each(output.tokens, delta)
-        if self.finish is None and output.finish is not None:
-            delta.text += self._tail()
+        ended = self.finish is not None
+        if not ended and output.finish is not None:
+            self._write(delta, self._tail())
             self.finish = self.finish or output.finish.value
+        if self._parser is not None and self.finish is not None:
+            cut = ended or output.finish is not FinishReason.STOP
+            self._add(delta, self._parser.finish(cut=cut))
+            if self._called and self.finish == FinishReason.STOP.value:
+                self.finish = TOOL_CALLS
         delta.finish = self.finish
         return delta
 
     def _push_each(self, tokens: tuple[int, ...], delta: Delta) -> None:
-        parts = []
         starts = []
         for count, token in enumerate(tokens, start=1):
             starts.append(self._offset)
             text = self._detokenizer.push((token,))
             self._offset += len(text)
             self.completion_tokens += 1
-            parts.append(self._stop(text))
+            self._write(delta, self._stop(text), tokens=1)
             if self.finish is not None:
                 delta.tokens = tokens[:count]
                 delta.logprobs = delta.logprobs[:count]
                 break
-        delta.text = "".join(parts)
         delta.starts = starts
+
+    def _write(self, delta: Delta, text: str, tokens: int = 0) -> None:
+        """Add `text`, which `tokens` tokens spelled, to its channels."""
+        if self._parser is None:
+            delta.text += text
+            return
+        reasoned = self._parser.in_reasoning
+        self._add(delta, self._parser.push(text))
+        if reasoned or self._parser.in_reasoning:  # the markers count with what they enclose
+            self.reasoning_tokens += tokens
+        if self._called and self._one_call and self.finish is None:
+            self.finish = FinishReason.STOP.value
+
+    def _add(self, delta: Delta, answer: Answer) -> None:
+        delta.reasoning += answer.reasoning
+        delta.text += answer.content
+        if answer.calls:
+            wanted = 0 if self._one_call and self._called else 1
+            delta.calls += answer.calls[:wanted] if self._one_call else answer.calls
+            self._called = True
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Stable words about what in the answer was not as it should be."""
+        return () if self._parser is None else tuple(self._parser.notes)
 
     def _stop(self, text: str) -> str:
         if self._finder is None or self.completion_tokens < self._min_tokens:
@@ -201,6 +192,18 @@ class TextStream:
             self.finish = FinishReason.STOP.value
             return text
         return text + self._finder.flush()
+
+
+def _finder(stops: Sequence[str], symbols: Mapping[str, str]) -> StopMatcher | None:
+    """A matcher of `stops`; one that spells marker tokens is found in both spellings."""
+    from metainfer.text.scan import substitute
+    from metainfer.text.stops import MAX_STOPS, StopMatcher
+
+    if not stops:
+        return None
+    StopMatcher(stops)  # its bounds are those of what the client sent
+    forms = list(dict.fromkeys([*stops, *(substitute(stop, symbols) for stop in stops)]))
+    return StopMatcher(forms, max_stops=2 * MAX_STOPS)
 
 
 def _failure(output: RequestOutput) -> RequestError:

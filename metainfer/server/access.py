@@ -38,6 +38,7 @@ LEVELS: dict[str, Level] = {
     "/plan": Level.USER,
     "/openapi.json": Level.USER,
     "/tokenize": Level.USER,
+    "/detokenize": Level.USER,
     "/v1/models": Level.USER,
     "/v1/models/{model_id:path}": Level.USER,
     "/v1/chat/completions": Level.USER,

@@ -5,11 +5,9 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 
 import metainfer
 from metainfer.core.errors import RequestError
@@ -27,10 +25,16 @@ from metainfer.server.errors import (
 )
 from metainfer.server.health import Health
 from metainfer.server.metrics import Metrics
-from metainfer.server.prepare import chat_job, check_model, completion_job, encode_chat, off_loop
+from metainfer.server.prepare import chat_job, completion_job, off_loop
 from metainfer.server.reply import EventReply, JsonReply, KeepAlive
-from metainfer.server.schemas import ChatRequest, CompletionRequest, TokenizeRequest
+from metainfer.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from metainfer.server.state import ServerConfig, ServerState
+from metainfer.server.tokens import detokenize, tokenize
 
 
 def new_state(config: ServerConfig, client: EngineClient) -> ServerState:
@@ -96,38 +100,19 @@ def _add_routes(app: Any, state: ServerState) -> None:
             return EventReply(completion_events(state, job, **how), state.keep_alive)
         return JsonReply(lambda: completion_answer(state, job, **how))
 
-    async def tokenize(request: Request) -> Any:
-        return await _tokenize(state, await body_of(request, TokenizeRequest))
+    async def to_tokens(request: Request) -> Any:
+        return await tokenize(state, await body_of(request, TokenizeRequest))
+
+    async def to_text(request: Request) -> Any:
+        return await detokenize(state, await body_of(request, DetokenizeRequest))
 
     generating: tuple[tuple[str, Any], ...] = (
         ("/v1/chat/completions", chat),
         ("/v1/completions", completion),
-        ("/tokenize", tokenize),
+        ("/tokenize", to_tokens),
+        ("/detokenize", to_text),
     )
     for path, handler in generating:
         app.add_api_route(
             path, handler, methods=["POST"], response_model=None, **openapi.operation(path)
         )
-
-
-async def _tokenize(state: ServerState, body: TokenizeRequest) -> Any:
-    info, text = state.serving()
-    if body.model is not None:
-        check_model(state.config, body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError(
-            "Either prompt or messages is needed, not both.", "Send one.", param="prompt"
-        )
-    if body.prompt is not None:
-        prompt = body.prompt
-        special = body.add_special_tokens is not False
-        ids = await off_loop(len(prompt), lambda: text.tokenizer.encode(prompt, special))
-    else:
-        messages = body.messages or []
-        generate = body.add_generation_prompt
-        ids = await off_loop(
-            sum(len(message.content) for message in messages),
-            lambda: encode_chat(text, messages, add_generation_prompt=generate, variables=None),
-        )
-    answer = {"count": len(ids), "max_model_len": info.max_context, "tokens": ids}
-    return Response(msgspec.json.encode(answer), media_type="application/json")

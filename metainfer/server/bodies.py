@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from metainfer.core.errors import RequestError
-from metainfer.server.schemas import IGNORED, MESSAGE_UNSUPPORTED, UNSUPPORTED
+from metainfer.server.schemas import IGNORED, MESSAGE_UNSUPPORTED, UNSUPPORTED, Message
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -126,7 +126,7 @@ def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
     return any(type(value) is type(other) and value == other for other in neutral)
 
 
-_MESSAGE_FIELDS = {"role", "content", "name", "reasoning_content", "reasoning"}
+_MESSAGE_FIELDS = {field.encode_name for field in msgspec.structs.fields(Message)}
 
 
 def _message(index: int, value: Any) -> Any:
@@ -134,14 +134,24 @@ def _message(index: int, value: Any) -> Any:
         return value
     where = f"messages[{index}]."
     fields = _supported(value, _MESSAGE_FIELDS, MESSAGE_UNSUPPORTED, where)
-    if fields.get("role") in ("tool", "function"):
+    if fields.get("role") == "function":
         raise RequestError(
-            f"{where}role {fields['role']!r} is not supported.",
-            "Use system, developer, user or assistant.",
+            f"{where}role 'function' is not supported.",
+            "Use the role 'tool' with tool_call_id.",
             param=f"{where}role",
             code="unsupported_parameter",
         )
     content = fields.get("content")
+    role = fields.get("role")
+    may_lack = role is None or (role == "assistant" and fields.get("tool_calls"))
+    if content is None and not may_lack:
+        missing = "content" not in fields
+        raise RequestError(
+            f"{where}content is {'missing' if missing else 'null'}.",
+            "Only an answer with tool_calls may lack it.",
+            param=f"{where}content",
+            code="missing_required_parameter" if missing else "invalid_type",
+        )
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -13,11 +14,16 @@ from metainfer.engine.text_stream import Delta, chat_logprobs
 from metainfer.server.generate import deltas
 from metainfer.server.prepare import Choice, Job
 from metainfer.server.state import ServerState
+from metainfer.text.calls import Call
 
 
 class _DeltaBody(msgspec.Struct, omit_defaults=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    # One text under both names that clients look for.
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class _ChunkChoice(msgspec.Struct):
@@ -25,6 +31,7 @@ class _ChunkChoice(msgspec.Struct):
     delta: _DeltaBody
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
+    metainfer: dict[str, Any] | UnsetType = UNSET
 
 
 class _Chunk(msgspec.Struct):
@@ -43,6 +50,7 @@ _encode = msgspec.json.Encoder().encode
 async def chat_events(state: ServerState, job: Job, top: int) -> AsyncGenerator[bytes, None]:
     """Server-sent events of a streamed answer, without the closing ``[DONE]``."""
     begun: set[int] = set()
+    called = [0] * len(job.choices)
 
     def event(choice: int, body: _DeltaBody, **extra: Any) -> bytes:
         usage: dict[str, Any] | UnsetType | None = UNSET
@@ -67,17 +75,46 @@ async def chat_events(state: ServerState, job: Job, top: int) -> AsyncGenerator[
             if index not in begun:
                 begun.add(index)
                 data = event(index, _DeltaBody("assistant", ""))
-            if delta.text or delta.logprobs:
-                data += event(
-                    index, _DeltaBody(content=delta.text), logprobs=_block(job, delta, top)
-                )
+            if delta.text or delta.reasoning or delta.logprobs:
+                body = _DeltaBody(content=delta.text)
+                if delta.reasoning:
+                    body = _DeltaBody(
+                        content=delta.text or UNSET,
+                        reasoning_content=delta.reasoning,
+                        reasoning=delta.reasoning,
+                    )
+                data += event(index, body, logprobs=_block(job, delta, top))
+            for call in delta.calls:
+                for part in _call_parts(called[index], call):
+                    data += event(index, _DeltaBody(tool_calls=[part]))
+                called[index] += 1
             if delta.finish is not None:
-                data += event(index, _DeltaBody(), finish_reason=delta.finish)
+                data += event(
+                    index, _DeltaBody(), finish_reason=delta.finish, metainfer=_remarks(choice)
+                )
             if data:
                 yield data
     if job.usage_at_end:
         last = _Chunk(job.id, job.created, job.model, job.fingerprint, (), job.usage)
         yield b"data: " + _encode(last) + b"\n\n"
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def _call_parts(index: int, call: Call) -> list[dict[str, Any]]:
+    """Deltas of one call: id and name first, then its arguments."""
+    head = {"index": index, **_call(call)}
+    head["function"] = {"name": call.name, "arguments": ""}
+    return [head, {"index": index, "function": {"arguments": call.arguments}}]
+
+
+def _remarks(choice: Choice) -> dict[str, Any] | UnsetType:
+    """What in the answer was not as it should be (the words of `AnswerParser.notes`)."""
+    notes = choice.text.notes
+    return {"notes": list(notes)} if notes else UNSET
 
 
 def _block(job: Job, delta: Delta, top: int) -> dict[str, Any] | None:
@@ -90,24 +127,34 @@ def _block(job: Job, delta: Delta, top: int) -> dict[str, Any] | None:
 async def chat_answer(state: ServerState, job: Job, top: int) -> bytes:
     """The body of an answer in one piece."""
     texts: list[list[str]] = [[] for _ in job.choices]
+    thoughts: list[list[str]] = [[] for _ in job.choices]
+    calls: list[list[Call]] = [[] for _ in job.choices]
     logprobs: list[list[dict[str, Any]]] = [[] for _ in job.choices]
     async with aclosing(deltas(state, job)) as items:
         async for choice, delta in items:
             texts[choice.index].append(delta.text)
+            thoughts[choice.index].append(delta.reasoning)
+            calls[choice.index] += delta.calls
             logprobs[choice.index] += chat_logprobs(job.tools.tokenizer, delta.logprobs, top)
 
     def body(choice: Choice) -> dict[str, Any]:
         wanted = choice.request.params.logprobs is not None
-        return {
+        content = "".join(texts[choice.index])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if job.tools.format.markup.think is not None:
+            reasoning = "".join(thoughts[choice.index]) or None
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls[choice.index]:
+            message["content"] = content or None
+            message["tool_calls"] = list(map(_call, calls[choice.index]))
+        answer = {
             "index": choice.index,
-            "message": {
-                "role": "assistant",
-                "content": "".join(texts[choice.index]),
-                "refusal": None,
-            },
+            "message": message,
             "logprobs": {"content": logprobs[choice.index], "refusal": None} if wanted else None,
             "finish_reason": choice.text.finish,
         }
+        remarks = _remarks(choice)
+        return answer if remarks is UNSET else answer | {"metainfer": remarks}
 
     return _encode(
         {

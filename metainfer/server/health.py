@@ -76,7 +76,7 @@ class Health:
         return _json(state.info.plan)
 
     def _model(self, name: str) -> dict[str, object]:
-        info = self._state.info
+        info, text = self._state.info, self._state.text
         return {
             "id": name,
             "object": "model",
@@ -84,6 +84,7 @@ class Health:
             "owned_by": "metainfer",
             "root": info.model if info is not None else name,
             "max_model_len": info.max_context if info is not None else None,
+            "prompt_format": text.format.describe() if text is not None else None,
         }
 
     async def models(self) -> Any:

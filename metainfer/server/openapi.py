@@ -7,13 +7,19 @@ from typing import Any
 import msgspec
 
 from metainfer.server.access import LEVELS, Level
-from metainfer.server.schemas import ChatRequest, CompletionRequest, TokenizeRequest
+from metainfer.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from metainfer.server.state import ServerState
 
 _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
 _TEMPLATE = "#/components/schemas/{name}"
 
@@ -123,7 +129,9 @@ def _narrow(schemas: dict[str, Any], state: ServerState) -> None:
     names = list(state.config.model_names)
     for kind in _BODIES.values():
         properties = schemas[kind.__name__]["properties"]
-        properties["model"] = {"type": "string", "enum": names}
+        named = {"type": "string", "enum": names}
+        optional = "anyOf" in properties["model"]
+        properties["model"] = {"anyOf": [named, {"type": "null"}]} if optional else named
         for field in ("max_tokens", "max_completion_tokens"):
             if state.info is not None and field in properties:
                 for option in properties[field]["anyOf"]:

@@ -5,27 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from metainfer.core.errors import RequestError
 from metainfer.core.request import Request, SamplingParams
+from metainfer.engine.model_text import TextTools
 from metainfer.engine.protocol import EngineInfo
-from metainfer.engine.text_stream import TextStream, TextTools, expand
-from metainfer.server.schemas import (
-    MAX_PROMPTS,
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    Sampling,
-)
+from metainfer.engine.text_stream import TextStream, expand
+from metainfer.server.dialogue import conversation_of, size_of
+from metainfer.server.schemas import MAX_PROMPTS, ChatRequest, CompletionRequest, Sampling
 from metainfer.server.state import ServerConfig, ServerState
+from metainfer.text.dialogue import Conversation, Prompt
 
 T = TypeVar("T")
+CallsMode = Literal["read", "drop", "text"]
 
 _INLINE_CHARS = 4096
-_RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 _LEGACY_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -63,12 +60,16 @@ class Job:
         cached = [0] * len(self.prompts)
         for choice in reversed(self.choices):
             cached[choice.prompt] = choice.text.cached_tokens
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(cached)},
         }
+        if self.tools.format.markup.think is not None:
+            reasoned = sum(choice.text.reasoning_tokens for choice in self.choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoned}
+        return usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,9 @@ class _Asked:
     default_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    chat: Prompt | None = None
+    calls: CallsMode = "text"
+    one_call: bool = False
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -102,46 +106,6 @@ def check_model(config: ServerConfig, name: str) -> None:
         )
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates read them: text parts joined, both reasoning names present."""
-    plain = []
-    for message in messages:
-        content = message.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        turn: dict[str, Any] = {"role": message.role, "content": content}
-        if message.name is not None:
-            turn["name"] = message.name
-        reasoning = message.reasoning_content or message.reasoning
-        if reasoning:
-            turn |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        plain.append(turn)
-    return plain
-
-
-def encode_chat(
-    text: TextTools,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool | None,
-    variables: dict[str, Any] | None,
-) -> list[int]:
-    """Prompt ids of a conversation. Raises `RequestError` with the template's own message."""
-    for name in variables or ():
-        if name in _RESERVED or not name.isidentifier():
-            raise RequestError(
-                f"Template variable {name[:100]!r} cannot be set.",
-                "Use another name in chat_template_kwargs.",
-                param="chat_template_kwargs",
-            )
-    prompt = text.template.render(
-        plain_messages(messages),
-        add_generation_prompt=add_generation_prompt is not False,
-        **(variables or {}),
-    )
-    return text.tokenizer.encode(prompt, add_special=False)
-
-
 async def chat_job(state: ServerState, body: ChatRequest, arrived: float) -> Job:
     """The job of a chat request.
 
@@ -154,25 +118,28 @@ async def chat_job(state: ServerState, body: ChatRequest, arrived: float) -> Job
         raise RequestError(
             "top_logprobs is given without logprobs.", "Set logprobs to true.", param="top_logprobs"
         )
-    size = sum(len(message.content) for message in body.messages)
-    ids = await off_loop(
-        len(body.messages) * 64 + size,
-        lambda: encode_chat(
-            text,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            variables=body.chat_template_kwargs,
-        ),
-    )
+    conversation = conversation_of(text, body)
+    prompt = await off_loop(size_of(body), lambda: text.format.encode(conversation))
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     asked = _Asked(
         prefix="chatcmpl",
         arrived=arrived,
-        prompts=[tuple(ids)],
+        prompts=[tuple(prompt.ids)],
         max_tokens=wanted,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        chat=prompt,
+        calls=_calls_mode(body, conversation),
+        one_call=body.parallel_tool_calls is False,
     )
     return _job(state, body, info, asked)
+
+
+def _calls_mode(body: ChatRequest, conversation: Conversation) -> CallsMode:
+    """Without tools in the conversation a marker is text; a call nobody offered is dropped."""
+    if conversation.tools:
+        return "read"
+    known = body.tools or any(turn.calls for turn in conversation.turns)
+    return "drop" if known else "text"
 
 
 async def completion_job(state: ServerState, body: CompletionRequest, arrived: float) -> Job:
@@ -262,7 +229,12 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
             cache_salt=body.cache_salt or "",
         )
         for engine_request in expand(request, n):
-            stream = TextStream(text.tokenizer, stops, params=params)
+            if asked.chat is None:
+                stream = TextStream(text.tokenizer, stops, params=params)
+            else:
+                stream = text.answer_stream(
+                    stops, params, asked.chat, calls=asked.calls, one_call=asked.one_call
+                )
             job.choices.append(Choice(len(job.choices), place, engine_request, stream))
     return job
 

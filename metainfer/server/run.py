@@ -23,8 +23,8 @@ from metainfer.core.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from metainfer.engine.model_text import TextTools
     from metainfer.engine.protocol import EngineInfo
-    from metainfer.engine.text_stream import TextTools
     from metainfer.server.state import ServerState
 
 _log = logging.getLogger("metainfer.server")

@@ -75,14 +75,46 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn. `reasoning_content` (or `reasoning`) of earlier answers goes to the template."""
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """`arguments` is the JSON text that the model wrote."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Meta(min_length=1, max_length=1024)]
+    name: Label
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call in an earlier answer; `index` is what streamed deltas carry."""
+
+    id: Label
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """`function` is shown to the model as it is sent: its keys, their order, nothing added."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn. `reasoning_content` (or `reasoning`) of earlier answers goes to the prompt.
+    `content` may be missing beside `tool_calls` only. `prefix` on the last answer: go on in it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Meta(min_length=1, max_length=1024)] | None = None
     name: Label | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
+    tool_call_id: Label | None = None
+    prefix: bool | None = None
+
+
+Tools = Annotated[list[Tool], Meta(max_length=128)]
+Variables = Annotated[dict[str, Any], Meta(max_length=64)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -93,9 +125,14 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
 
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -122,6 +159,18 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Tools | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: Variables | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/detokenize``."""
+
+    tokens: list[TokenId]
+    model: str | None = None
 
 
 _ABSENT: tuple[object, ...] = (None, [], {})
@@ -136,17 +185,13 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "metadata": _ABSENT,
     "modalities": (None, [], ["text"]),
     "moderation": (None,),
-    "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "prompt_logprobs": (None,),
-    "reasoning_effort": (None,),
     "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "structured_outputs": (None,),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": _ABSENT,
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
@@ -165,6 +210,4 @@ MESSAGE_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (None,),
     "function_call": (None,),
     "refusal": (None, ""),
-    "tool_calls": _ABSENT,
-    "tool_call_id": (None,),
 }

@@ -11,7 +11,7 @@ from metainfer.core.errors import RequestError
 from metainfer.engine.protocol import EngineClient, EngineInfo
 
 if TYPE_CHECKING:
-    from metainfer.engine.text_stream import TextTools
+    from metainfer.engine.model_text import TextTools
     from metainfer.server.metrics import Metrics
     from metainfer.server.reply import KeepAlive
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Literal
 
 from metainfer.text.calls import Call, CallReader, DsmlReader, JsonReader
 from metainfer.text.markup import Markup, Opening
@@ -49,20 +50,22 @@ class AnswerParser:
         markup: Markup,
         opening: Opening = Opening.EITHER,
         *,
-        tools: bool = True,
+        calls: Literal["read", "drop", "text"] = "read",
         continued: bool = False,
         symbols: Mapping[str, str] | None = None,
     ) -> None:
-        """`tools`: whether calls are read. `continued`: the answer goes on from text of the
-        prompt, so its leading newlines are its own. `symbols` maps marker texts to the characters
-        that stand for their tokens in pushed text (`markers.py`); empty for plain text."""
+        """`calls`: read them, cut them out and drop them, or take them for text. `continued`: the
+        answer goes on from text of the prompt, so its leading newlines are its own. `symbols`
+        maps marker texts to the characters that stand for their tokens in pushed text
+        (`markers.py`); empty for plain text."""
         self._symbols = dict(symbols or {})
         self.notes: list[str] = []
         self._buffer = Buffer()
         think = None if markup.think is None else tuple(map(self._marker, markup.think))
         self._think = think
         self._reader: CallReader | None = None
-        if tools and markup.calls is not None:
+        self._dropping = calls == "drop"
+        if calls != "text" and markup.calls is not None:
             tags = markup.calls
             if tags.form == "dsml":
                 self._reader = DsmlReader(self._marker(tags.open), self.notes)
@@ -198,6 +201,9 @@ class AnswerParser:
     def _collect(self) -> None:
         assert self._reader is not None
         for call in self._reader.take():
+            if self._dropping:
+                self._note("call_not_offered")
+                continue
             name, arguments = plain(call.name, self._symbols), plain(call.arguments, self._symbols)
             self._answer.calls.append(Call(name, arguments))
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from metainfer.cli import clients
 from metainfer.cli.main import run
-from metainfer.engine import text_stream
+from metainfer.engine import model_text
 
 FAKE = Path(__file__).parents[1] / "server" / "fake_engine.py"
 
 if __name__ == "__main__":
     split = sys.argv.index("--")
     clients.command = (sys.executable, str(FAKE), *sys.argv[1:split])
-    text_stream.load_text = lambda reference, vocab_size: text_stream.byte_text(vocab_size)
+    model_text.load_text = lambda reference, vocab_size: model_text.byte_text(vocab_size)
     sys.exit(run(sys.argv[split + 1 :]))

@@ -3,6 +3,9 @@
 A prompt that holds ``say:`` is answered with what follows (and then end of sequence); any other
 prompt with letters that depend on the prompt, the seed and the position. Flags make it slow, deaf,
 refusing or mortal. Each command it gets is a line in ``--log``.
+
+With ``--script FILE`` (``{"vocab", "eos", "first_byte", "replies": {name: ids}}``) it plays a
+recorded answer for each prompt that holds ``play:NAME;``, and logs the prompts it is given.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -37,6 +42,16 @@ VOCAB = 300
 EOS = 256
 MAX_CONTEXT = 2048
 OPS = {"linear@decode": {"impl": "linear/fake", "quality": "native", "evidence": "ran"}}
+
+
+def play(request: Request, script: dict[str, Any]) -> Iterator[int | None]:
+    """The recorded answer that the last message names."""
+    base = script["first_byte"]
+    text = bytes(token - base for token in request.prompt if base <= token < base + 256)
+    name = text.rpartition(b"play:")[2].split(b";")[0].decode()
+    yield from script["replies"][name]
+    while True:
+        yield None
 
 
 def reply(request: Request) -> Iterator[int | None]:
@@ -72,6 +87,11 @@ class Fake:
         self.live: dict[str, tuple[Request, Iterator[int | None], int]] = {}
         self.steps = self.generated = self.prompted = 0
         self.dying = False
+        self.script: dict[str, Any] | None = None
+        self.vocab, self.eos = VOCAB, EOS
+        if options.script:
+            self.script = json.loads(Path(options.script).read_text())
+            self.vocab, self.eos = self.script["vocab"], self.script["eos"]
         self.log = open(options.log, "a", buffering=1) if options.log else None  # noqa: SIM115
 
     def note(self, text: str) -> None:
@@ -85,7 +105,11 @@ class Fake:
                 request.request_id, 429, "The queue is full.", "Try later.", "queue_full",
                 None, "rate_limit_error", 2.0,
             )  # fmt: skip
-        self.live[request.request_id] = (request, reply(request), 0)
+        tokens = reply(request)
+        if self.script is not None:
+            self.note(f"prompt {json.dumps(request.prompt)}")
+            tokens = play(request, self.script)
+        self.live[request.request_id] = (request, tokens, 0)
         self.prompted += len(request.prompt)
         return None
 
@@ -128,7 +152,7 @@ class Fake:
         while finish is None and len(out) < self.options.tokens_per_step:
             token = next(tokens)
             if token is None:
-                finish, stop = FinishReason.STOP, EOS
+                finish, stop = FinishReason.STOP, self.eos
                 break
             out.append(token)
             if index + len(out) >= params.max_tokens:
@@ -151,6 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     parser.add_argument("--log")
+    parser.add_argument("--script")
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--die-at", type=int, default=0)
@@ -181,13 +206,13 @@ def main() -> int:
         socket.close(linger=1000)
         return 1
     send(Progress("weights", 0.25, "fake"))
+    fake = Fake(options)
     info = EngineInfo(
-        intent["model"], VOCAB, MAX_CONTEXT, 65536, 64, (EOS,),
+        intent["model"], fake.vocab, MAX_CONTEXT, 65536, 64, (fake.eos,),
         {"plan": {"fingerprint": "fake0123", "ops": OPS}, "intent": intent},
         (("weights", 0.25),),
     )  # fmt: skip
     send(Ready(info))
-    fake = Fake(options)
     decode = msgspec.msgpack.Decoder(ToEngine).decode
     while True:
         busy = bool(fake.live) and not options.deaf

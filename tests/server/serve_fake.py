@@ -10,10 +10,11 @@ import json
 import sys
 from pathlib import Path
 
+from fake_texts import TEXTS
+
 from metainfer.core.errors import UserError
 from metainfer.core.intent import Intent
 from metainfer.engine.client import ProcessClient
-from metainfer.engine.text_stream import byte_text
 from metainfer.server.run import Lifecycle, bind, describe, run
 from metainfer.server.state import ServerConfig
 
@@ -42,7 +43,7 @@ async def serve(options: argparse.Namespace, engine: list[str]) -> int:
     life = Lifecycle(
         state,
         listener,
-        load_text=lambda info: byte_text(info.vocab_size),
+        load_text=lambda info: TEXTS[options.text](info.vocab_size),
         on_ready=ready,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
@@ -61,6 +62,7 @@ def main() -> int:
     parser.add_argument("--keep-alive", type=float, default=15.0)
     parser.add_argument("--grace", type=float, default=10.0)
     parser.add_argument("--stall", type=float, default=120.0)
+    parser.add_argument("--text", choices=list(TEXTS), default="bytes")
     try:
         return run(serve(parser.parse_args(own), engine))
     except UserError as error:

@@ -11,8 +11,8 @@ import pytest
 
 from metainfer.core.request import FinishReason, Request
 from metainfer.core.step import RequestOutput, TokenLogprobs
+from metainfer.engine.model_text import byte_text
 from metainfer.engine.protocol import EngineInfo, EngineStats
-from metainfer.engine.text_stream import byte_text
 from metainfer.server.app import new_state
 from metainfer.server.completions import completion_answer, completion_events
 from metainfer.server.prepare import completion_job

@@ -48,7 +48,7 @@ def test_a_body_full_of_numbers(number: str) -> None:
 
 
 def test_a_long_text() -> None:
-    from metainfer.engine.text_stream import byte_text
+    from metainfer.engine.model_text import byte_text
 
     tokenizer: Tokenizer = byte_text(300).tokenizer
     text = "hello world " * 40_000

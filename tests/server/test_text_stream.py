@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from metainfer.core.errors import InternalError, RequestError
 from metainfer.core.request import FinishReason, Request, SamplingParams
 from metainfer.core.step import RequestOutput, TokenLogprobs
+from metainfer.engine.model_text import byte_text
 from metainfer.engine.text_stream import (
     Delta,
     LegacyLogprobs,
     TextStream,
-    byte_text,
     chat_logprobs,
     expand,
 )

@@ -37,10 +37,10 @@ def parse(
     pieces: Iterable[str],
     *,
     cut: bool = False,
-    tools: bool = True,
+    calls: str = "read",
     symbols: dict[str, str] | None = None,
 ) -> Parsed:
-    parser = AnswerParser(markup, opening, tools=tools, symbols=symbols)
+    parser = AnswerParser(markup, opening, calls=calls, symbols=symbols)
     answers = [*map(parser.push, pieces), parser.finish(cut=cut)]
     return (
         "".join(answer.reasoning for answer in answers),
@@ -213,10 +213,15 @@ def test_b34_names_are_whole_and_come_once() -> None:
 
 def test_without_tools_nothing_is_taken_for_a_call() -> None:
     text = "The form is <tool_call>{}</tool_call>."
-    assert parse(HERMES, C, [text], tools=False)[1] == text
+    assert parse(HERMES, C, [text], calls="text")[1] == text
     symbols = {marker: symbol(i) for i, marker in enumerate(HERMES.markers)}
     tokens = substitute(text, symbols)
-    assert parse(HERMES, C, [tokens], tools=False, symbols=symbols)[1] == text
+    assert parse(HERMES, C, [tokens], calls="text", symbols=symbols)[1] == text
+
+
+def test_calls_that_were_not_offered_are_cut_out_and_said() -> None:
+    text = "No." + block(invoke("f", {})) + "\nSo."
+    assert parse(DEEPSEEK, C, [text], calls="drop") == ("", "No.\nSo.", [], ("call_not_offered",))
 
 
 def test_a_family_without_reasoning_has_no_such_tags() -> None:
