@@ -1,25 +1,30 @@
 """From a checkpoint (or a seed) to packed weights on the device, with progress.
 
-Shapes are asserted against the arch before anything is packed: a checkpoint that does not fit its
-config is refused by tensor name.
+Host memory: what one `WeightSpec` reads, and of a checkpoint's files not even that, for they are
+mapped and let go. Names, shapes and schemes were checked against the arch when the model was
+opened; values (scales out of range) are checked here. An error leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
-from metainfer.core.errors import ModelError
-from metainfer.formats.checkpoint import Checkpoint
-from metainfer.formats.quant import RawTensor, dequantise
+from metainfer.core.errors import InternalError, ModelError
+from metainfer.formats.block_codecs import BlockTensor
+from metainfer.formats.checkpoint import BlockCheckpoint
+from metainfer.formats.extents import split
+from metainfer.formats.quant import RawTensor, Stored, dequantise
+from metainfer.formats.random_source import RandomSource
+from metainfer.formats.schemes import BLOCKS
+from metainfer.formats.shards import take, take_raw
 from metainfer.kernels.impl import Layout
 from metainfer.models.arch import Arch, WeightSpec
 from metainfer.ops.linear.packed import PackedWeight
-from metainfer.planner.opening import RANDOM_SCHEME, OpenedModel
+from metainfer.planner.opening import OpenedModel
 
 Progress = Callable[[int, int], None]
 
@@ -27,7 +32,23 @@ Progress = Callable[[int, int], None]
 class TensorSource(Protocol):
     """Anything that yields tensors by canonical name."""
 
-    def read(self, name: str) -> RawTensor: ...
+    def read(self, name: str) -> Stored: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What a rank holds of a weight: part `part` of `parts`.
+
+    `cut`: ``rows`` or ``columns`` of each of its tensors, or ``experts`` (whole tensors of it).
+    """
+
+    cut: Literal["whole", "rows", "columns", "experts"] = "whole"
+    part: int = 0
+    parts: int = 1
+
+
+WHOLE = RankPart()
+Sharding = Callable[[WeightSpec], RankPart]
 
 
 @dataclass(slots=True)
@@ -44,77 +65,62 @@ class LoadedWeights:
         return sum(once.values()) + sum(tensor.nbytes for tensor in self.plain.values())
 
 
-class RandomSource:
-    """Tensors drawn from a seed and their name: equal on every machine of one torch version and
-    kind of device (a card draws other numbers than the host).
-
-    Matrices have deviation 0.02 (as `transformers` initialises), vectors lie around 1.
-    """
-
-    def __init__(
-        self, arch: Arch, seed: int, *, scheme: str = "BF16", device: torch.device | None = None
-    ) -> None:
-        self._seed = seed
-        self._scheme = scheme
-        self._device = device or torch.device("cpu")
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for spec in (*arch.packed_weights(), *arch.plain_weights()):
-            shapes = spec.tensor_shapes()
-            self._shapes.update(zip(spec.tensors, shapes, strict=True))
-            self._shapes.update({n: s[:1] for n, s in zip(spec.bias, shapes, strict=False)})
-
-    def read(self, name: str) -> RawTensor:
-        shape = self._shapes[name]
-        generator = torch.Generator(self._device)
-        # One 32-bit number: the CPU generator ignores the upper half of a longer seed.
-        generator.manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
-        data = torch.randn(shape, generator=generator, device=self._device) * 0.02
-        if len(shape) == 1 and name.endswith(".weight"):
-            data += 1.0
-        dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[self._scheme]
-        return RawTensor(self._scheme, shape, data.to(dtype))
-
-
 def load_weights(
     arch: Arch,
     source: TensorSource,
-    weight_layout: Layout,
+    layouts: Mapping[str, Layout],
     *,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    shard: Sharding = lambda spec: WHOLE,
 ) -> LoadedWeights:
-    """Read, check and pack every weight of `arch`.
+    """Read, check and pack every weight of `arch`; `layouts` by `WeightSpec.role`.
+
+    `shard`: what of each weight this rank holds; no more is read of a mapped file.
 
     Raises:
-        ModelError: a tensor is missing or has another shape than the config says.
+        ModelError: a tensor is missing, has another shape than the config says, or scales that no
+            trained weight has.
+        RefusedError: the ranks do not divide a matrix at whole blocks.
     """
     loaded = LoadedWeights()
-    pack: Any = weight_layout.resolve()
     held: dict[tuple[object, ...], PackedWeight] = {}
-    specs = arch.packed_weights()
-    total = sum(spec.elements for spec in specs)
+    specs, plain = arch.packed_weights(), arch.plain_weights()
+    total = sum(spec.elements for spec in (*specs, *plain))
     done = 0
     for spec in specs:
-        key = weight_layout.storage(spec.tensors, spec.site)
+        layout = layouts[spec.role]
+        key = (layout.id, shard(spec), *layout.storage(spec.tensors, spec.site))
         if key in held:
             loaded.packed[spec.name] = held[key].at_site(spec.site)
         else:
-            raws = _read_checked(source, spec)
-            weight = pack(raws, _bias(source, spec), dtype=dtype, device=device, site=spec.site)
+            pack: Any = layout.resolve()
+            raws, bias = _read_part(source, spec, shard(spec)), _bias(source, spec, shard(spec))
+            weight = pack(raws, bias, dtype=dtype, device=device, site=spec.site)
             held[key] = loaded.packed[spec.name] = weight
         done += spec.elements
         if progress is not None:
             progress(done, total)
-    for spec in arch.plain_weights():
-        (raw,) = _read_checked(source, spec)
-        loaded.plain[spec.name] = dequantise(raw, dtype).to(device)
+    for spec in plain:
+        (raw,) = _read_part(source, spec, shard(spec))
+        loaded.plain[spec.name] = _plain(raw, spec, dtype).to(device)
+        done += spec.elements
+    if progress is not None and plain:
+        progress(done, total)
     return loaded
 
 
-def _read_checked(source: TensorSource, spec: WeightSpec) -> list[RawTensor]:
+def _read_part(source: TensorSource, spec: WeightSpec, mine: RankPart) -> list[Stored]:
+    """The rank's tensors of a weight, or its rows or columns of each."""
+    named = list(zip(spec.tensors, spec.tensor_shapes(), strict=True))
+    if mine.cut == "experts":
+        share, rest = divmod(len(named), mine.parts)
+        if rest:
+            raise InternalError(f"{len(named)} tensors of {spec.name} over {mine.parts} ranks")
+        named = named[mine.part * share : (mine.part + 1) * share]
     raws = []
-    for name, shape in zip(spec.tensors, spec.tensor_shapes(), strict=True):
+    for name, shape in named:
         raw = source.read(name)
         if tuple(raw.shape) != shape:
             raise ModelError(
@@ -122,20 +128,44 @@ def _read_checked(source: TensorSource, spec: WeightSpec) -> list[RawTensor]:
                 "The weights do not belong to this config; fetch the checkpoint again.",
                 code="bad_shape",
             )
-        raws.append(raw)
+        raws.append(_cut(raw, name, mine))
     return raws
 
 
-def _bias(source: TensorSource, spec: WeightSpec) -> torch.Tensor | None:
-    """Biases laid end to end in float32, or None."""
-    if not spec.bias:
+def _cut(raw: Stored, name: str, mine: RankPart) -> Stored:
+    """Rows or columns, between blocks that share a scale; the tensor itself where it is whole."""
+    if mine.cut not in ("rows", "columns") or mine.parts == 1:
+        return raw
+    dim = 0 if mine.cut == "rows" else 1
+    extent, what = raw.shape[dim], f"{mine.cut} of {name}"
+    if isinstance(raw, BlockTensor):
+        shards = split(extent, mine.parts, raw.format.block[dim], pad=False, what=what)
+        return take(raw, dim, shards[mine.part])
+    block = BLOCKS.get(raw.scheme, (1, 1))[0] if dim else 1
+    return take_raw(raw, dim, split(extent, mine.parts, block, pad=False, what=what)[mine.part])
+
+
+def _plain(raw: Stored, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor:
+    """A small tensor in the spec's own dtype, else the model's."""
+    if spec.dtype:
+        dtype = getattr(torch, spec.dtype)
+    if isinstance(raw, RawTensor) and not raw.data.is_floating_point() and raw.scheme not in BLOCKS:
+        return raw.data.to(dtype, copy=True)  # ids: exact, and not a view of the file
+    return dequantise(raw, dtype).clone()
+
+
+def _bias(source: TensorSource, spec: WeightSpec, mine: RankPart) -> torch.Tensor | None:
+    """Biases laid end to end in float32, or None. Where columns are cut, the first rank adds it."""
+    if not spec.bias or (mine.cut == "columns" and mine.part):
         return None
-    return torch.cat([dequantise(source.read(name), torch.float32) for name in spec.bias])
+    part = mine if mine.cut == "rows" else WHOLE
+    raws = [_cut(source.read(name), name, part) for name in spec.bias]
+    return torch.cat([dequantise(raw, torch.float32) for raw in raws])
 
 
 def tensor_source(model: OpenedModel, device: torch.device) -> TensorSource:
     """The checkpoint's tensors, or random ones drawn where they are needed."""
     if model.source.random is not None:
-        return RandomSource(model.arch, model.seed, scheme=RANDOM_SCHEME, device=device)
+        return RandomSource(model.draws, model.seed, device)
     assert model.index is not None
-    return Checkpoint(model.index)
+    return BlockCheckpoint(model.index, model.blocks)

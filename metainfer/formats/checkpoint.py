@@ -8,7 +8,7 @@ bytes are not aligned to their dtype.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from metainfer.core.errors import ModelError
+from metainfer.formats.block_codecs import check_scales, from_stored
+from metainfer.formats.checks import StoredWeight
 from metainfer.formats.gguf_names import permuted_heads
 from metainfer.formats.index import CheckpointIndex, TensorInfo
-from metainfer.formats.quant import TORCH_DTYPES, RawTensor
+from metainfer.formats.quant import TORCH_DTYPES, RawTensor, Stored
 from metainfer.formats.schemes import bytes_per_row, is_quantised
 
 #: Called after each tensor with (bytes read so far, bytes in all).
@@ -50,15 +52,16 @@ class Checkpoint:
         has been handed out.
         """
         wanted = self.index.tensors if names is None else dict.fromkeys(names)
-        infos = sorted((self.index[name] for name in wanted), key=lambda i: (i.file, i.offset))
-        total = sum(info.nbytes for info in infos)
+        named = [(name, self.index[name]) for name in wanted]
+        named.sort(key=lambda pair: (pair[1].file, pair[1].offset))
+        total = sum(info.nbytes for _, info in named)
         done = 0
-        for position, info in enumerate(infos):
-            yield info.name, self._read(info)
+        for position, (name, info) in enumerate(named):
+            yield name, self._read(info)
             done += info.nbytes
             if progress is not None:
                 progress(done, total)
-            if position + 1 == len(infos) or infos[position + 1].file != info.file:
+            if position + 1 == len(named) or named[position + 1][1].file != info.file:
                 self._maps.pop(info.file, None)
 
     def close(self) -> None:
@@ -114,6 +117,28 @@ class Checkpoint:
                 raise ModelError(f"Cannot read {path}: {error}.", "Check the file.") from error
             self._maps[path] = found
         return found
+
+
+class BlockCheckpoint:
+    """A checkpoint whose block-scaled matrices come whole: elements, scales, second scale.
+
+    `blocks` by the name of the weight; every other name is a dense tensor of `index`.
+    """
+
+    def __init__(self, index: CheckpointIndex, blocks: Mapping[str, StoredWeight]) -> None:
+        self._checkpoint = Checkpoint(index)
+        self._blocks = blocks
+
+    def read(self, name: str) -> Stored:
+        """Tensor `name`, over the mapped file; `ModelError` when absent, or a scale is insane."""
+        stored = self._blocks.get(name)
+        read = self._checkpoint.read
+        if stored is None:
+            return read(name)
+        second = read(stored.second).data if stored.second else None
+        tensor = from_stored(stored.format, read(stored.data).data, read(stored.scale).data, second)
+        check_scales(tensor, name)
+        return tensor
 
 
 def unpermute_rows(data: Tensor, heads: int, name: str = "tensor") -> Tensor:

@@ -29,10 +29,12 @@ from metainfer.formats.blocks import (
 from metainfer.formats.index import TensorInfo
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+#: What a config may call the experts' format; NVFP4 has keys of its own beside it.
+EXPERTS = ("fp4", "fp8", "nvfp4")
 _ENGRAM = ".engram.embed.weight"
 _POWER_SCALES = ("scale", "weight_scale_inv")
 _SCALE_LEAVES = (*_POWER_SCALES, "weight_scale", "weight_scale_2", "weight_global_scale")
-_INPUT_LEAVES = ("input_scale", "input_global_scale")
+INPUT_LEAVES = ("input_scale", "input_global_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,16 @@ def read_config(config: Mapping[str, Any]) -> QuantConfig:
     ):
         raise _refused([_wrong("config", f"weight_block_size is {block!r}, not two counts")])
     experts = section.get("expert_dtype") or config.get("expert_dtype") or ""
+    wrong = [
+        _wrong("config", f"{key} is {value!r}; known: {', '.join(known)}")
+        for key, value, known in (
+            ("expert_dtype", experts, EXPERTS), ("fmt", section.get("fmt"), ("e4m3",)),
+            ("scale_fmt", section.get("scale_fmt"), ("ue8m0", "float")),
+        )
+        if value and value not in known
+    ]  # fmt: skip
+    if wrong:
+        raise _refused(wrong)
     if str(section.get("moe_quant_algo", "")).upper() == "NVFP4":
         experts = "nvfp4"
         if section.get("group_size", 16) != 16:
@@ -87,6 +99,18 @@ def find_weights(
     `expected`: logical [N, K] by name, from the model's architecture; tensors named there must
     exist, quantised or not. Raises `RefusedError` (``bad_checkpoint``) with every objection.
     """
+    found, wrong = examine(config, tensors, expected)
+    if wrong:
+        raise _refused(wrong)
+    return found
+
+
+def examine(
+    config: QuantConfig,
+    tensors: Mapping[str, TensorInfo],
+    expected: Mapping[str, tuple[int, int]] | None = None,
+) -> tuple[dict[str, StoredWeight], list[Reason]]:
+    """What `find_weights` finds, and its objections as data."""
     found: dict[str, StoredWeight] = {}
     wrong: list[Reason] = []
     claimed: set[str] = set()
@@ -96,7 +120,7 @@ def find_weights(
             continue
         weight = f"{stem}.weight" if stem else "weight"
         logical = (expected or {}).get(weight)
-        stored, reasons = _examine(weight, info, config, tensors, logical)
+        stored, reasons = _examine(weight, name, info, config, tensors, logical)
         wrong += reasons
         if stored is not None:
             found[weight] = stored
@@ -105,13 +129,12 @@ def find_weights(
     for name, shape in (expected or {}).items():
         if name not in found and not any(reason.data.get("tensor") == name for reason in wrong):
             wrong += _dense(name, shape, tensors)
-    if wrong:
-        raise _refused(wrong)
-    return found
+    return found, wrong
 
 
 def _examine(
     weight: str,
+    name: str,
     info: TensorInfo,
     config: QuantConfig,
     tensors: Mapping[str, TensorInfo],
@@ -126,16 +149,19 @@ def _examine(
     if len(stored_shape) != 2:
         return None, [_wrong(weight, f"{_told(info)} is not a matrix")]
     shape = fmt.logical_shape(stored_shape) if logical is None else logical
-    reasons += _compare(info, fmt.data_shape(*shape), ELEMENT_DTYPES[fmt.element], weight, shape)
-    reasons += _compare(
-        tensors[scale], fmt.scale_shape(*shape), SCALE_DTYPES[fmt.scale], weight, shape
-    )
-    for name in (second, *(fmt.leaf(weight, leaf) for leaf in _INPUT_LEAVES)):
-        if name in tensors and not (
-            tensors[name].scheme == "F32" and tensors[name].shape in ((), (1,))
+    for part, wanted, dtypes in (
+        (name, fmt.data_shape(*shape), ELEMENT_DTYPES[fmt.element]),
+        (scale, fmt.scale_shape(*shape), SCALE_DTYPES[fmt.scale]),
+    ):
+        if tensors[part].shape != wanted or tensors[part].scheme not in dtypes:
+            needs = f"a {list(shape)} matrix needs {' or '.join(dtypes)} {list(wanted)}"
+            reasons.append(_wrong(weight, f"{_told(tensors[part])} where {needs}", part))
+    for one in (second, *(fmt.leaf(weight, leaf) for leaf in INPUT_LEAVES)):
+        if one in tensors and not (
+            tensors[one].scheme == "F32" and tensors[one].shape in ((), (1,))
         ):
-            reasons.append(_wrong(weight, f"{_told(tensors[name])} needs to be one F32 number"))
-    return StoredWeight(weight, fmt, shape, info.name, scale, second), reasons
+            reasons.append(_wrong(weight, f"{_told(tensors[one])} needs to be one F32 number"))
+    return StoredWeight(weight, fmt, shape, name, scale, second), reasons
 
 
 def _format(
@@ -164,6 +190,8 @@ def _format(
         reasons.append(_wrong(weight, f"{_told(info)} is NVFP4 but the config ignores it"))
     if fmt.second == "none" and is_expert and config.experts == "nvfp4" and not ignored:
         reasons.append(_wrong(weight, f"{_told(info)} is MXFP4 where the config says NVFP4"))
+    if is_expert and config.experts == "fp8":
+        reasons.append(_wrong(weight, f"{_told(info)} is FP4 where the config says fp8"))
     return fmt, reasons
 
 
@@ -186,21 +214,6 @@ def _fp8(
     if config.experts in ("fp4", "nvfp4") and _EXPERT.search(weight):
         reasons.append(_wrong(weight, f"{_told(info)} where the config says {config.experts}"))
     return replace(fp8_block(config.block, scale), scale_leaf=power), reasons
-
-
-def _compare(
-    info: TensorInfo,
-    shape: tuple[int, int],
-    dtypes: tuple[str, ...],
-    weight: str,
-    logical: tuple[int, int],
-) -> list[Reason]:
-    if info.shape == shape and info.scheme in dtypes:
-        return []
-    needs = f"{' or '.join(dtypes)} {list(shape)}"
-    return [
-        _wrong(weight, f"{_told(info)} where a {list(logical)} matrix needs {needs}", info.name)
-    ]
 
 
 def _strays(

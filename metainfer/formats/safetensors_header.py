@@ -170,8 +170,7 @@ def _read_sharded(
         )
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, Any] = {}
-    for shard in shards:
-        found, shard_metadata = read_file(folder / shard)
+    for shard, (found, shard_metadata) in _read_all(folder, shards).items():
         metadata.update(shard_metadata)
         for name, info in found.items():
             if name in tensors:
@@ -189,6 +188,28 @@ def _read_sharded(
                 code="missing_tensor",
             )
     return tensors, metadata
+
+
+def _read_all(
+    folder: Path, shards: list[str]
+) -> dict[str, tuple[dict[str, TensorInfo], dict[str, str]]]:
+    """Every shard's header; all damaged ones are named at once."""
+    read, damaged = {}, []
+    for shard in shards:
+        try:
+            read[shard] = read_file(folder / shard)
+        except ModelError as error:
+            damaged.append(error)
+    if len(damaged) == 1:
+        raise damaged[0]
+    if damaged:
+        causes = " ".join(error.cause for error in damaged)
+        raise ModelError(
+            f"{len(damaged)} of {len(shards)} shards are damaged. {causes}",
+            damaged[0].remedy,
+            code=damaged[0].code,
+        )
+    return read
 
 
 def _shard_names(folder: Path, weight_map: Mapping[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ tensor is aligned), and headers are padded to 8 bytes as the format asks. No tor
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,16 +76,32 @@ class _Shard:
             position = end
         raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         self.header = raw + b" " * (-len(raw) % 8)
+        self.head = len(self.header).to_bytes(8, "little") + self.header
+        self.nbytes = len(self.head) + position
         self.stream: BinaryIO | None = None
+
+    def adopt(self) -> None:
+        """Take the finished file of an earlier run for this shard; `UserError` if it is not it."""
+        with self.path.open("rb") as stream:
+            same = stream.read(len(self.head)) == self.head
+        if not same or self.path.stat().st_size != self.nbytes:
+            raise UserError(
+                f"{self.path} belongs to another model, seed or run.",
+                "Name a new folder, or remove that file.",
+                code="other_checkpoint",
+            )
+        self.missing.clear()
 
     def put(self, name: str, data: memoryview) -> None:
         if self.stream is None:
             self.stream = self.part.open("wb")
-            self.stream.write(len(self.header).to_bytes(8, "little") + self.header)
-        self.stream.seek(8 + len(self.header) + self.places[name])
+            self.stream.write(self.head)
+        self.stream.seek(len(self.head) + self.places[name])
         self.stream.write(data)
         self.missing.discard(name)
         if not self.missing:
+            self.stream.flush()
+            os.fsync(self.stream.fileno())  # the name says finished: after a power cut, too
             self.stream.close()
             self.stream = None
             self.part.replace(self.path)
@@ -94,7 +111,9 @@ class Writer:
     """Writes `entries` into `folder` (new or empty); use it as a context.
 
     Leaving the context without an error writes the shard index; with one, unfinished files are
-    removed. `UserError` when the folder holds anything already.
+    removed. `UserError` when the folder holds anything already. `resume`: the folder may hold
+    finished shards of the same entries and metadata, which `done` then names, unfinished ones,
+    which are begun again, and the files called `beside`.
     """
 
     def __init__(
@@ -104,15 +123,12 @@ class Writer:
         *,
         shard_bytes: int = SHARD_BYTES,
         metadata: Mapping[str, str] | None = None,
+        resume: bool = False,
+        beside: Sequence[str] = (),
     ) -> None:
         names = [entry.name for entry in entries]
         if len(set(names)) != len(names):
             raise InternalError("a tensor is to be written twice.")
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(
-                f"{folder} is not an empty folder.", "Name a new one.", code="not_empty"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._entries = {entry.name: entry for entry in entries}
         self._shards: dict[str, _Shard] = {}
@@ -121,6 +137,25 @@ class Writer:
             shard = _Shard(folder / file, group, metadata or {"format": "pt"})
             self._all.append(shard)
             self._shards |= {entry.name: shard for entry in group}
+        self._claim(resume, {INDEX_NAME, *beside})
+        self.done = frozenset(n for n, shard in self._shards.items() if n not in shard.missing)
+
+    def _claim(self, resume: bool, beside: set[str]) -> None:
+        """Make the folder ours, with what may stay of an earlier run."""
+        folder = self.folder
+        present = sorted(folder.iterdir()) if folder.is_dir() else []
+        ours = {path for shard in self._all for path in (shard.path, shard.part)}
+        strange = [path for path in present if path not in ours and path.name not in beside]
+        if (folder.exists() and not folder.is_dir()) or strange or (present and not resume):
+            raise UserError(
+                f"{folder} is not an empty folder.", "Name a new one.", code="not_empty"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        for shard in self._all:
+            if shard.path in present:
+                shard.adopt()
+        for shard in self._all:
+            shard.part.unlink(missing_ok=True)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Write tensor `name`, once; `data` has exactly the entry's bytes."""

@@ -14,6 +14,8 @@ from metainfer.core.errors import ModelError
 from metainfer.formats.block_codecs import BlockTensor, decode
 from metainfer.formats.blocks import PER_BYTE, UNIT_SCALE
 from metainfer.formats.extents import Shard
+from metainfer.formats.quant import RawTensor
+from metainfer.formats.schemes import BLOCKS
 
 
 def take(tensor: BlockTensor, dim: int, shard: Shard) -> BlockTensor:
@@ -43,6 +45,27 @@ def take(tensor: BlockTensor, dim: int, shard: Shard) -> BlockTensor:
     first = start // block if blocks else 0
     scale.narrow(dim, 0, blocks).copy_(tensor.scale.narrow(dim, first, blocks))
     return BlockTensor(fmt, shape, data, scale, tensor.second)
+
+
+def take_raw(raw: RawTensor, dim: int, shard: Shard) -> RawTensor:
+    """Rows (`dim` 0) or columns (1) of one rank of a dense or ggml tensor; a copy.
+
+    Columns of ggml's blocks are cut between blocks. Nothing is padded here: `ModelError`
+    (``shard_block``) where the executed extent exceeds the logical one.
+    """
+    start, count = shard.start, shard.extent.logical
+    elements, size = BLOCKS.get(raw.scheme, (1, 1)) if dim == 1 else (1, 1)
+    if shard.extent.padding or start % elements or count % elements:
+        raise ModelError(
+            f"Elements {start}..{start + count} of a {raw.scheme} tensor, executed as "
+            f"{shard.extent.executed}, are not whole blocks of {elements}.",
+            "Choose another number of ranks.",
+            code="shard_block",
+        )
+    shape = list(raw.shape)
+    shape[dim] = count
+    data = raw.data.narrow(dim, start // elements * size, count // elements * size)
+    return RawTensor(raw.scheme, tuple(shape), data.clone(memory_format=torch.contiguous_format))
 
 
 def pad_scale_columns(tensor: BlockTensor, tile: int) -> Tensor:

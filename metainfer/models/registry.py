@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from metainfer.core.errors import ModelError
+from metainfer.formats.completeness import Names
+from metainfer.formats.drawn import Drawn
+from metainfer.formats.index import TensorInfo
 from metainfer.kernels.impl import resolve_attribute
 from metainfer.models.arch import Arch
 
@@ -19,13 +22,17 @@ from metainfer.models.arch import Arch
 class Family:
     """`read_arch`: ``module:function`` of config -> Arch. `build`: of (arch, weights ...) -> model.
     `random`: ``module:function`` of nothing -> {name: config} for ``random:`` references.
-    `with_layers`: of (config, layers) -> config, where a config lists things per layer."""
+    `with_layers`: of (config, layers) -> config, where a config lists things per layer. `names`: of
+    (arch, config, stored tensors, FP8 block) -> `Names`, where files spell them differently.
+    `draws`: of (arch, config) -> {name: `Drawn`}, where random weights are not all BF16."""
 
     model_types: tuple[str, ...]
     read_arch: str
     build: str
     random: str
     with_layers: str = ""
+    names: str = ""
+    draws: str = ""
 
 
 FAMILIES = (
@@ -37,10 +44,12 @@ FAMILIES = (
     ),
     Family(
         ("deepseek_v4",),
-        "metainfer.models.deepseek_v4.arch:read_arch",
+        "metainfer.models.deepseek_v4.config:read_arch",
         "metainfer.models.deepseek_v4.build:build",
         "metainfer.models.deepseek_v4.shapes:random_configs",
         with_layers="metainfer.models.deepseek_v4.shapes:with_layers",
+        names="metainfer.models.deepseek_v4.names:checkpoint_names",
+        draws="metainfer.models.deepseek_v4.draws:draws",
     ),
 )
 
@@ -106,3 +115,36 @@ def _cut(config: dict[str, object], layers: int) -> dict[str, object]:
     cut: Callable[..., Any] = resolve_attribute(reference)
     result: dict[str, object] = cut(config, layers)
     return result
+
+
+def checkpoint_names(
+    arch: Arch,
+    config: Mapping[str, object],
+    tensors: Mapping[str, TensorInfo],
+    block: tuple[int, int] | None,
+) -> Names:
+    """Stored tensors by the names of `arch`: their own, unless its family knows other spellings."""
+    reference = family_of(config, "the config").names
+    if not reference:
+        return Names(tensors=dict(tensors))
+    resolver: Callable[..., Any] = resolve_attribute(reference)
+    found: Names = resolver(arch, config, tensors, block)
+    return found
+
+
+def random_draws(arch: Arch, config: Mapping[str, object]) -> dict[str, Drawn]:
+    """What each tensor of a random model is like: BF16, matrices of deviation 0.02 (as
+    `transformers` initialises), norms around 1, unless its family says otherwise."""
+    reference = family_of(config, "random").draws
+    if reference:
+        drawing: Callable[..., Any] = resolve_attribute(reference)
+        listed: dict[str, Drawn] = drawing(arch, config)
+        return listed
+    found: dict[str, Drawn] = {}
+    for spec in (*arch.packed_weights(), *arch.plain_weights()):
+        shapes = spec.tensor_shapes()
+        for name, shape in zip(spec.tensors, shapes, strict=True):
+            mean = 1.0 if len(shape) == 1 and name.endswith(".weight") else 0.0
+            found[name] = Drawn(shape, "BF16", mean=mean)
+        found |= {n: Drawn(s[:1], "BF16") for n, s in zip(spec.bias, shapes, strict=False)}
+    return found

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from metainfer.core.errors import ModelError
+from metainfer.formats.checks import StoredWeight, examine, read_config
+from metainfer.formats.completeness import Names, Wanted, logical_shapes, objections, refusal
+from metainfer.formats.drawn import Drawn
 from metainfer.formats.index import CheckpointIndex
 from metainfer.formats.source import ModelSource, resolve
 from metainfer.models.arch import Arch
 from metainfer.models.common.config import token_ids
-from metainfer.models.registry import random_config, read_arch
+from metainfer.models.registry import checkpoint_names, random_config, random_draws, read_arch
 from metainfer.planner.resolve import ModelFacts
-
-RANDOM_SCHEME = "BF16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedModel:
-    """A model's files, understood. `seed` is set for random weights, `index` otherwise.
+    """A model's files, understood. `index` and `blocks` belong to a checkpoint, `seed` and `draws`
+    to random weights; all by the names that the arch knows tensors by.
 
-    `eos_token_ids`: ids that end an answer, the generation config's over the model config's.
+    `blocks`: matrices that are stored block-scaled. `eos_token_ids`: ids that end an answer, the
+    generation config's over the model config's.
     """
 
     source: ModelSource
@@ -29,6 +31,8 @@ class OpenedModel:
     index: CheckpointIndex | None
     seed: int
     eos_token_ids: tuple[int, ...]
+    blocks: Mapping[str, StoredWeight] = field(default_factory=dict)
+    draws: Mapping[str, Drawn] = field(default_factory=dict)
 
 
 def open_model(reference: str, *, fetch: bool = True) -> OpenedModel:
@@ -36,74 +40,74 @@ def open_model(reference: str, *, fetch: bool = True) -> OpenedModel:
 
     Raises:
         ModelError, UsageError: with cause and remedy.
+        CheckpointError: the tensors do not fit the config; has every fault.
     """
     source = resolve(reference, fetch=fetch)
     if (drawn := source.random) is not None:
         config = random_config(drawn.family, drawn.params)
         source = replace(source, config=config)
         arch = read_arch(config, reference)
-        seed = int(drawn.params.get("seed", "0"))
-        return _opened(source, arch, None, lambda name: RANDOM_SCHEME, seed)
+        draws = random_draws(arch, config)
+        return OpenedModel(
+            source=source,
+            arch=arch,
+            facts=_facts(source, arch, lambda name: draws[name].scheme),
+            index=None,
+            seed=int(drawn.params.get("seed", "0")),
+            eos_token_ids=arch.eos_token_ids,
+            draws=draws,
+        )
     assert source.path is not None
     arch = read_arch(source.config, str(source.path))
-    index = CheckpointIndex.open(source.path)
-    _check_complete(arch, index, str(source.path))
-    return _opened(source, arch, index, lambda name: index[name].scheme, 0)
+    index, blocks = _checked(arch, source, CheckpointIndex.open(source.path))
+
+    def scheme_of(name: str) -> str:
+        return blocks[name].format.name if name in blocks else index[name].scheme
+
+    return OpenedModel(
+        source=source,
+        arch=arch,
+        facts=_facts(source, arch, scheme_of),
+        index=index,
+        seed=0,
+        eos_token_ids=token_ids(source.generation_config, "eos_token_id") or arch.eos_token_ids,
+        blocks=blocks,
+    )
 
 
-def _opened(
-    source: ModelSource,
-    arch: Arch,
-    index: CheckpointIndex | None,
-    scheme_of: Callable[[str], str],
-    seed: int,
-) -> OpenedModel:
+def _facts(source: ModelSource, arch: Arch, scheme_of: Callable[[str], str]) -> ModelFacts:
     counted: dict[tuple[str, ...], int] = {}
     for spec in (*arch.packed_weights(), *arch.plain_weights()):
         biases = spec.shape[0] if spec.bias else 0
-        counted[spec.tensors] = spec.elements + biases
-    facts = ModelFacts(
+        counted[spec.tensors] = 0 if spec.dtype == "int64" else spec.elements + biases
+    return ModelFacts(
         reference=source.reference,
         arch=arch,
         scheme_of=scheme_of,
         parameters=sum(counted.values()),
     )
-    eos = token_ids(source.generation_config, "eos_token_id") or arch.eos_token_ids
-    return OpenedModel(
-        source=source, arch=arch, facts=facts, index=index, seed=seed, eos_token_ids=eos
-    )
 
 
-def _check_complete(arch: Arch, index: CheckpointIndex, where: str) -> None:
-    """Every tensor that the arch names exists with its shape; nothing is left over unexplained."""
-    wanted: dict[str, tuple[int, ...]] = {}
+def _checked(
+    arch: Arch, source: ModelSource, index: CheckpointIndex
+) -> tuple[CheckpointIndex, dict[str, StoredWeight]]:
+    """The index by the arch's names, and its block-scaled matrices.
+
+    Every tensor that the arch names exists with its shape; nothing is left over unexplained.
+    """
+    wanted: dict[str, Wanted] = {}
     for spec in (*arch.packed_weights(), *arch.plain_weights()):
         shapes = spec.tensor_shapes()
-        wanted.update(zip(spec.tensors, shapes, strict=True))
-        wanted.update((name, shape[:1]) for name, shape in zip(spec.bias, shapes, strict=False))
-    missing = [name for name in wanted if name not in index.tensors]
-    if missing:
-        raise ModelError(
-            f"{where} lacks {len(missing)} tensors, the first is {missing[0]}.",
-            "The download is incomplete, or config.json belongs to another model.",
-            code="missing_tensor",
-        )
-    for name, shape in wanted.items():
-        if index[name].shape != shape:
-            raise ModelError(
-                f"tensor {name} has shape {list(index[name].shape)}, "
-                f"the config says {list(shape)}.",
-                "The weights do not belong to this config; fetch the checkpoint again.",
-                code="bad_shape",
-            )
-    extra = [name for name in index.tensors if name not in wanted and not _derived(name)]
-    if extra:
-        raise ModelError(
-            f"{where} holds {len(extra)} tensors that the model does not use, "
-            f"the first is {extra[0]}.",
-            "They would be ignored, and the answers might differ; check config.json.",
-            code="unused_tensor",
-        )
+        integer = spec.dtype == "int64"
+        wanted |= {n: Wanted(s, integer) for n, s in zip(spec.tensors, shapes, strict=True)}
+        wanted |= {n: Wanted(s[:1]) for n, s in zip(spec.bias, shapes, strict=False)}
+    quant = read_config(source.config)
+    names: Names = checkpoint_names(arch, source.config, index.tensors, quant.block)
+    blocks, told = examine(quant, names.tensors, logical_shapes(names, wanted))
+    reasons = [*names.reasons, *told, *objections(names, wanted, blocks, told, _derived)]
+    if reasons:
+        raise refusal(str(source.path), reasons)
+    return replace(index, tensors=names.tensors), blocks
 
 
 def _derived(name: str) -> bool:

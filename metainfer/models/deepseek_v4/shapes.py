@@ -99,10 +99,28 @@ _TINY: dict[str, object] = {
     "num_hash_layers": 2,
 }
 
+# The same kinds of layers, stored as the published files are: FP8 blocks, MXFP4 experts.
+_TINY_FP4: dict[str, object] = {
+    **_TINY,
+    "hidden_size": 256,
+    "head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 128,
+    "o_lora_rank": 64,
+    "index_head_dim": 32,
+    "moe_intermediate_size": 128,
+    "quantization_config": _FLASH["quantization_config"],
+    "expert_dtype": "fp4",
+}
+
 
 def random_configs() -> dict[str, dict[str, object]]:
     """Name -> config in the published spelling, without weights and without a draft."""
-    return {"deepseek-v4-flash": dict(_FLASH), "tiny-deepseek-v4": dict(_TINY)}
+    return {
+        "deepseek-v4-flash": dict(_FLASH),
+        "tiny-deepseek-v4": dict(_TINY),
+        "tiny-deepseek-v4-fp4": dict(_TINY_FP4),
+    }
 
 
 def with_layers(config: dict[str, object], layers: int) -> dict[str, object]:
