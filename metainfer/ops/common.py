@@ -27,6 +27,19 @@ def rotate_tail(x: Tensor, row: Tensor, *, inverse: bool = False) -> Tensor:
     return torch.cat((x[..., :-rotated], turned), dim=-1)
 
 
+def turn_tail_(x: Tensor, row: Tensor, *, inverse: bool = False) -> Tensor:
+    """`rotate_tail` in place; `x` may be any strided view."""
+    rotated = row.shape[-1]
+    cos, sin = row.to(x.dtype).chunk(2, dim=-1)
+    if inverse:
+        sin = -sin
+    a, b = x[..., -rotated::2], x[..., 1 - rotated :: 2]
+    turned = a * cos - b * sin
+    b.copy_(b * cos + a * sin)
+    a.copy_(turned)
+    return x
+
+
 def hadamard(x: Tensor) -> Tensor:
     """``x . Had_d * d^-0.5`` over the last dimension, d = 2^n, by butterflies."""
     d = int(x.shape[-1])

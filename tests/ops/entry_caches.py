@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +13,16 @@ from metainfer.kv.book.form import EntryForm, index_plain, latent_plain
 from metainfer.kv.store.entries import EntryPages, gather, locate, store
 
 NAN = float("nan")
+
+
+@dataclass
+class Candidate:
+    """The implementation under test; a module's fixture puts each in turn."""
+
+    op: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)
 
 
 def double_latent(width: int, tail: int = 0) -> EntryForm:

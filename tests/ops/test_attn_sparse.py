@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from deepseek_oracle import TIGHT, config, filled, lifted, noise, packed, table, theirs
-from entry_caches import NAN, closing, double_key, double_latent, poisoned, where
+from entry_caches import NAN, Candidate, closing, double_key, double_latent, poisoned, where
 from entry_caches import filled as paged
 from entry_caches import table as page_table
 from hypothesis import given, settings
@@ -18,16 +18,24 @@ from torch import Tensor
 
 from metainfer.kv.store.entries import EntryPages, StateRows
 from metainfer.ops.activation.ref import swiglu_clamp
-from metainfer.ops.attn_sparse.ref import attn_sparse
+from metainfer.ops.attn_sparse import ref, torch_sparse
 from metainfer.ops.common import rotate_tail
-from metainfer.ops.compress.ref import compress, visible_entries
+from metainfer.ops.compress.ref import visible_entries
+from metainfer.ops.compress.torch_compress import compress
 from metainfer.ops.hyper.ref import hyper_collapse, hyper_mix, hyper_triplet
-from metainfer.ops.indexer.ref import index_query, index_select
-from metainfer.ops.latent_qkv.ref import latent_qkv
+from metainfer.ops.indexer.torch_select import index_query, index_select
+from metainfer.ops.latent_qkv.torch_latent import latent_qkv
 from metainfer.ops.moe_experts.ref import moe_experts
 from metainfer.ops.moe_route.ref import moe_route
 from metainfer.ops.norm.ref import rmsnorm
 from metainfer.ops.out_group.ref import out_group
+
+attn_sparse = Candidate(ref.attn_sparse)
+
+
+@pytest.fixture(params=[ref, torch_sparse], ids=["ref", "torch"], autouse=True, scope="module")
+def implementation(request: pytest.FixtureRequest) -> None:
+    attn_sparse.op = request.param.attn_sparse
 
 
 def attend(

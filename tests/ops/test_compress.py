@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from deepseek_oracle import TIGHT, config, filled, lifted, noise, table, theirs
-from entry_caches import NAN, closing, double_latent, line, poisoned, where
+from entry_caches import NAN, Candidate, closing, double_latent, line, poisoned, where
 from entry_caches import table as page_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +17,17 @@ from torch import Tensor
 
 from metainfer.kv.book.form import EntryForm
 from metainfer.kv.store.entries import EntryPages, StateRows
-from metainfer.ops.compress.ref import compress, visible_entries
+from metainfer.ops.compress import ref, torch_compress
+from metainfer.ops.compress.ref import visible_entries
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
+
+compress = Candidate(ref.compress)
+
+
+@pytest.fixture(params=[ref, torch_compress], ids=["ref", "torch"], autouse=True, scope="module")
+def implementation(request: pytest.FixtureRequest) -> None:
+    compress.op = request.param.compress
+
 
 Caches = tuple[StateRows, EntryPages, Tensor]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from deepseek_oracle import TIGHT, config, filled, lifted, noise, table, theirs
-from entry_caches import double_key, line, where
+from entry_caches import Candidate, double_key, line, where
 from entry_caches import filled as paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +14,15 @@ from torch import Tensor
 from metainfer.kv.book.form import EntryForm, index_fp4, index_fp8
 from metainfer.kv.store.entry_codecs import rounded
 from metainfer.ops.common import hadamard, rotate_tail
-from metainfer.ops.indexer.ref import index_query, index_select, scores
+from metainfer.ops.indexer import ref, torch_select
+from metainfer.ops.indexer.ref import scores
+
+index_query, index_select = Candidate(ref.index_query), Candidate(ref.index_select)
+
+
+@pytest.fixture(params=[ref, torch_select], ids=["ref", "torch"], autouse=True, scope="module")
+def implementation(request: pytest.FixtureRequest) -> None:
+    index_query.op, index_select.op = request.param.index_query, request.param.index_select
 
 
 def call(

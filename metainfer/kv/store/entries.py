@@ -71,11 +71,11 @@ def gather(pages: EntryPages, slots: Tensor) -> Tensor:
 
 
 def locate(table: Tensor, entries: int, numbers: Tensor) -> Tensor:
-    """Slots of a sequence's entries: `table` [W] (page ids, -1 for none), `numbers` [n] -> [n].
+    """Slots of a sequence's entries: `table` [..., W] (page ids, -1 for none), `numbers` [..., n].
 
     -1 where the number is negative or its page is none; numbers lie below ``W * entries``.
     """
-    page = table.long()[numbers.clamp_min(0) // entries]
+    page = table.long().gather(-1, numbers.clamp_min(0) // entries)
     return torch.where((numbers < 0) | (page < 0), -1, page * entries + numbers % entries)
 
 

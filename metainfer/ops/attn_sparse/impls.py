@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import FLOATS
+from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
 from metainfer.ops.declare_entries import LATENTS, moved, per_layout
 
 
@@ -42,16 +42,33 @@ def _cost(
     return made
 
 
-IMPLS = per_layout(
-    "kv",
-    LATENTS,
-    _cost(1, 4, 40, 0.3),
-    Impl(
-        op="attn_sparse",
-        name="ref",
-        load="metainfer.ops.attn_sparse.ref:attn_sparse",
-        provider="reference",
-        dtypes=FLOATS,
-        honours=frozenset({"selected", "entries"}),
+IMPLS = (
+    *per_layout(
+        "kv",
+        LATENTS,
+        _cost(1, 4, 30, 0.4),
+        Impl(
+            op="attn_sparse",
+            name="torch",
+            load="metainfer.ops.attn_sparse.torch_sparse:attn_sparse",
+            provider="torch",
+            dtypes=FLOATS,
+            conditions=(ON_EITHER,),
+            honours=frozenset({"selected", "entries"}),
+            native_when=NATIVE_ON_CPU,
+        ),
+    ),
+    *per_layout(
+        "kv",
+        LATENTS,
+        _cost(1, 8, 40, 0.3),
+        Impl(
+            op="attn_sparse",
+            name="ref",
+            load="metainfer.ops.attn_sparse.ref:attn_sparse",
+            provider="reference",
+            dtypes=FLOATS,
+            honours=frozenset({"selected", "entries"}),
+        ),
     ),
 )

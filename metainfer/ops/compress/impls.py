@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from metainfer.kernels.cost import extent, roofline
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import FLOATS
+from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
 from metainfer.ops.declare_entries import KEYS, LATENTS, moved, per_layout
 
 
@@ -25,6 +25,16 @@ def _cost(
 
 
 def _declared(op: str, role: str, layouts: "dict[str, str]") -> tuple[Impl, ...]:
+    vectorised = Impl(
+        op=op,
+        name="torch",
+        load="metainfer.ops.compress.torch_compress:compress",
+        provider="torch",
+        dtypes=FLOATS,
+        conditions=(ON_EITHER,),
+        honours=frozenset({"overlap"}),
+        native_when=NATIVE_ON_CPU,
+    )
     reference = Impl(
         op=op,
         name="ref",
@@ -33,7 +43,11 @@ def _declared(op: str, role: str, layouts: "dict[str, str]") -> tuple[Impl, ...]
         dtypes=FLOATS,
         honours=frozenset({"overlap"}),
     )
-    return per_layout(role, layouts, _cost(6, 30, 0.3), reference)
+    return (
+        *per_layout(role, layouts, _cost(4, 40, 0.4), vectorised),
+        # One sequence after the other.
+        *per_layout(role, layouts, _cost(6, 200, 0.3), reference),
+    )
 
 
 IMPLS = (

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from metainfer.kernels.cost import elementwise, extent, roofline, width
 from metainfer.kernels.impl import Context, Impl, Layout
-from metainfer.ops.declare import FLOATS
+from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
 from metainfer.ops.declare_entries import KEYS, moved, per_layout
 
 LAYOUTS = (
@@ -69,6 +69,20 @@ IMPLS = (
     *per_layout(
         "index",
         KEYS,
+        _query_cost(3, 16, 20, 0.4),
+        Impl(
+            op="index_query",
+            name="torch",
+            load="metainfer.ops.indexer.torch_select:index_query",
+            provider="torch",
+            dtypes=FLOATS,
+            conditions=(ON_EITHER,),
+            native_when=NATIVE_ON_CPU,
+        ),
+    ),
+    *per_layout(
+        "index",
+        KEYS,
         _query_cost(4, 24, 40, 0.3),
         Impl(
             op="index_query",
@@ -76,6 +90,20 @@ IMPLS = (
             load="metainfer.ops.indexer.ref:index_query",
             provider="reference",
             dtypes=FLOATS,
+        ),
+    ),
+    *per_layout(
+        "index",
+        KEYS,
+        _select_cost(12, 20, 0.4, 0.7),
+        Impl(
+            op="index_select",
+            name="torch",
+            load="metainfer.ops.indexer.torch_select:index_select",
+            provider="torch",
+            dtypes=FLOATS,
+            conditions=(ON_EITHER,),
+            native_when=NATIVE_ON_CPU,
         ),
     ),
     *per_layout(
