@@ -62,8 +62,12 @@ STARRED = (
     "ops.*.tiles",
     "ops.*.audit",
     "comm.agree",
+    "comm.errors",
     "comm.fabric.*",
+    "comm.guard",
     "comm.layout",
+    "comm.pieces",
+    "comm.segment",
     "comm.model*",
     "comm.plan*",
     "comm.request",
@@ -80,6 +84,8 @@ STARRED = (
 )
 
 HEAVY = (
+    "comm.backends.*",
+    "comm.exact",
     "formats.activation",
     "formats.block_codecs",
     "formats.checkpoint",

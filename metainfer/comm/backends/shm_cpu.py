@@ -1,0 +1,146 @@
+"""Backend `shm_cpu`: processes of one host over POSIX shared memory.
+
+Every rank calls `ShmComm.open` with the same token; the segment has no name any more once all are
+in. A guard thread sees a peer's end and lets waits go; a wait without an answer ends after
+`budget_s`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+
+from metainfer.comm import layout
+from metainfer.comm.backends.slabs import BUDGET_S, SlabComm, library, wait_until
+from metainfer.comm.errors import CommError
+from metainfer.comm.guard import Guard
+from metainfer.comm.layout import CLOSED, Code
+from metainfer.comm.pieces import Slots
+from metainfer.comm.segment import Segment
+
+SLOT_BYTES = 1 << 20
+OPEN_S = 60.0
+_STALE_S = 1.0
+
+
+class ShmComm(SlabComm):
+    """One rank. Made by `open`; use as a context manager."""
+
+    def __init__(
+        self, rank: int, world: int, segment: Segment, slots: Slots, *, budget_s: float
+    ) -> None:
+        size = segment.size // world
+        slabs = [segment.address + each * size for each in range(world)]
+        super().__init__(rank, slabs, slots, budget_s=budget_s, describe_peer=self._state_of)
+        self._segment: Segment | None = segment
+        self._guard: Guard | None = None
+
+    @classmethod
+    def open(
+        cls,
+        token: str,
+        rank: int,
+        world: int,
+        *,
+        slot_bytes: int = SLOT_BYTES,
+        shared: bool = True,
+        budget_s: float = BUDGET_S,
+        open_s: float = OPEN_S,
+        first_call: int = 0,
+    ) -> ShmComm:
+        """Join the group `token` as `rank`; collective. Returns when all ranks are in.
+
+        Raises:
+            UserError: the memory cannot be had, or rank 0 is missing.
+            CommError: another rank did not come within `open_s` seconds, or died.
+        """
+        deadline = time.monotonic() + open_s
+        slots = Slots(bytes=slot_bytes, shared=shared)
+        slab = layout.slab_bytes(world, slot_bytes, shared=shared)
+        clear = library().mi_clear
+
+        def fill(address: int) -> None:
+            for each in range(world):
+                clear(address + each * slab, first_call)
+
+        if rank == 0:
+            segment = Segment.create(token, world * slab, fill)
+        else:
+            segment = Segment.open(token, world * slab, deadline)
+        comm = cls(rank, world, segment, slots, budget_s=budget_s)
+        try:
+            comm._meet(deadline)
+        except BaseException:
+            comm.close()
+            raise
+        finally:
+            if rank == 0:
+                segment.unlink()
+        return comm
+
+    def _meet(self, deadline: float) -> None:
+        """Report in and wait for the others, then watch them."""
+        self._set(self.rank, layout.AT_PID, os.getpid())
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        for rank in others:
+            came = wait_until(lambda r=rank: self._word(r, layout.AT_PID) != 0, deadline)  # type: ignore[misc]
+            if not came:
+                raise CommError(
+                    f"rank {rank} did not join the group of {self.world} ranks in time.", peer=rank
+                )
+        pids = {rank: self._word(rank, layout.AT_PID) for rank in others}
+        self._guard = Guard(
+            pids,
+            beat=lambda now: self._set(self.rank, layout.AT_BEAT, now),
+            closed=lambda peer: self._word(peer, layout.AT_BEAT) == CLOSED,
+            died=lambda peer: self.tell(Code.DIED, peer),
+        )
+
+    def close(self) -> None:
+        """Leave the group and unmap its memory. Idempotent; peers that call on see that we left."""
+        if self._segment is None:
+            return
+        if self._guard is not None:
+            self._guard.close()
+        self._set(self.rank, layout.AT_BEAT, CLOSED)
+        segment, self._segment = self._segment, None
+        self._built.clear()
+        self._broken = CommError(f"rank {self.rank} has closed its communicator.", peer=self.rank)
+        segment.close()
+
+    def _set(self, rank: int, offset: int, value: int) -> None:
+        ctypes.c_uint64.from_address(self._slabs[rank] + offset).value = value
+
+    def _state_of(self, peer: int) -> str:
+        """What is known of a silent or dead peer, as the end of a sentence."""
+        pid = self._word(peer, layout.AT_PID)
+        beat = self._word(peer, layout.AT_BEAT)
+        if not _exists(pid):
+            return f" (process {pid})"
+        age = (time.monotonic_ns() - beat) / 1e9
+        if beat != CLOSED and age > _STALE_S:
+            return f"; its process {pid} exists but has not run for {age:.1f} s"
+        return f"; its process {pid} runs"
+
+    def __enter__(self) -> ShmComm:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _exists(pid: int) -> bool:
+    """Whether a process is there and not merely waiting to be collected by its parent."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -1,0 +1,132 @@
+"""Processes over shared memory: exact; when one dies, stops, leaves or never comes, all know."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import leftovers, token
+
+from metainfer.comm import layout
+from metainfer.comm.segment import FOLDER, Segment, sweep
+from metainfer.core.errors import UserError
+from metainfer.workers.process import spawn
+
+PROGRAM = Path(__file__).with_name("forked.py")
+
+
+SCENES = (
+    *("ops:2", "ops:4", "ops:8", "large:2", "crash:4", "stop:3", "leave:3"),
+    *("quiet_end:3", "absent:3", "disagree:3"),
+)
+Found = dict[str, object]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
+    """What each rank of each scene found; of a rank that wrote nothing, ``dead``."""
+    folder, name = tmp_path_factory.mktemp("scenes"), token()
+    command = [sys.executable, str(PROGRAM), name, str(folder), *SCENES]
+    with spawn(command, name="scenes", log=folder / "log") as child:
+        assert child.wait(200) == 0, (folder / "log").read_text()
+    assert leftovers(name) == []
+    found: dict[str, list[Found]] = {}
+    for scene in SCENES:
+        what, _, world = scene.partition(":")
+        files = [folder / f"{what}-{world}-{rank}.json" for rank in range(int(world))]
+        found[scene] = [json.loads(f.read_text()) if f.exists() else {"dead": True} for f in files]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_t2_every_op_between_processes(world: int, played: dict[str, list[Found]]) -> None:
+    for found in played[f"ops:{world}"]:
+        assert found == {"wrong": [], "texts": list(range(world))}
+
+
+def test_64_mb(played: dict[str, list[Found]]) -> None:
+    assert played["large:2"] == [{"right": [True, True]}] * 2
+
+
+def test_t4_a_killed_rank_is_named_by_all_within_three_seconds(
+    played: dict[str, list[Found]],
+) -> None:
+    results = played["crash:4"]
+    assert results[1] == {"dead": True}
+    for rank in (0, 2, 3):
+        found = results[rank]
+        assert found["peer"] == 1 and float(str(found["s"])) < 3.0
+        text = str(found["error"])
+        assert "all_reduce of 8192 B (bfloat16) over 4 ranks failed" in text
+        assert "rank 1 died (process" in text
+
+
+def test_a_stopped_rank_is_told_from_a_slow_one(played: dict[str, list[Found]]) -> None:
+    results = played["stop:3"]
+    first = [found for found in (results[0], results[2]) if not found["secondary"]]
+    assert first and all(found["peer"] == 1 for found in (results[0], results[2]))
+    assert "exists but has not run for" in str(first[0]["error"])
+
+
+def test_a_rank_that_left_is_missed_by_whoever_calls_on(played: dict[str, list[Found]]) -> None:
+    results = played["leave:3"]
+    assert all(found["peer"] == 1 for found in results)
+    texts = [str(found["error"]) for found in results]
+    assert texts[1].startswith("rank 1 has closed its communicator.")
+    for rank in (0, 2):
+        assert "rank 1 has closed" in texts[rank] or "without rank 1" in texts[rank]
+
+
+def test_leaving_after_the_last_call_is_no_failure(played: dict[str, list[Found]]) -> None:
+    assert played["quiet_end:3"] == [{"errors": []}] * 3
+
+
+def test_a_rank_that_never_comes_is_named_in_time(played: dict[str, list[Found]]) -> None:
+    results = played["absent:3"]
+    for rank in (0, 1):
+        assert "rank 2 did not join the group of 3 ranks" in str(results[rank]["error"])
+        assert float(str(results[rank]["s"])) < 5.0
+
+
+def test_b17_a_different_capacity_on_one_rank_stops_all(played: dict[str, list[Found]]) -> None:
+    results = played["disagree:3"]
+    assert len({str(found["error"]) for found in results}) == 1
+    assert "capacity: 100 on ranks 0, 2, 99 on rank 1" in str(results[0]["error"])
+    assert len({found["same"] for found in results}) == 1
+
+
+def test_a_segment_is_complete_when_it_can_be_seen_and_has_its_size_checked() -> None:
+    name = token()
+    seen: list[list[str]] = []
+
+    def fill(address: int) -> None:
+        seen.append([part for part in leftovers(name) if part == f"metainfer-{name}"])
+
+    made = Segment.create(name, 8192, fill)
+    try:
+        assert seen == [[]] and leftovers(name) == [f"metainfer-{name}"]
+        with pytest.raises(UserError, match="File exists"):
+            Segment.create(name, 8192, lambda address: None)
+        with pytest.raises(UserError, match="8192 B of shared memory where 4096 B"):
+            Segment.open(name, 4096, 0.0)
+        other = Segment.open(name, 8192, 0.0)
+        other.close()
+    finally:
+        made.unlink()
+        made.close()
+    assert leftovers(name) == []
+    with pytest.raises(UserError, match="rank 0 did not set up"):
+        Segment.open(name, 4096, 0.0)
+    with pytest.raises(ValueError, match="no token"):
+        Segment.open("../etc", 1, 0.0)
+
+
+def test_what_killed_ranks_left_behind_can_be_swept() -> None:
+    name = token()
+    (FOLDER / f"metainfer-{name}").write_bytes(b"x")
+    (FOLDER / f"metainfer-{name}.123").write_bytes(b"x")
+    assert sorted(sweep(name)) == [f"metainfer-{name}", f"metainfer-{name}.123"]
+    assert leftovers(name) == [] and sweep(name) == []
+    assert layout.HEAD % 4096 == 0
