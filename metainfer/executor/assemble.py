@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from metainfer.kernels.registry import Registry
 from metainfer.kernels.table import OpTable, Trace
 from metainfer.kv.store.pools import KVStore
 from metainfer.models.registry import family_of
+from metainfer.planner.drafts import MODEL
 from metainfer.planner.resolve import Resolved
 
 DTYPES = {
@@ -46,8 +48,8 @@ def assemble(
     layouts = {role: registry.layout(layout) for role, layout in plan.bundle.items()}
     weights = load_weights(arch, source, layouts, dtype=dtype, device=device, progress=progress)
     phase("model")
-    build = resolve_attribute(family_of({"model_type": arch.family}, "plan").build)
-    model = build(
+    family = family_of({"model_type": arch.family}, "plan")
+    model = resolve_attribute(family.build)(
         arch,
         weights.packed,
         weights.plain,
@@ -57,6 +59,11 @@ def assemble(
     phase("cache")
     store = KVStore(resolved.sizes, device)
     ops = OpTable(resolved.selection, trace)
+    drafter: Any = None
+    if plan.draft.method == MODEL:
+        # Its caches follow those of the model's layers.
+        make: Any = resolve_attribute(family.drafter)
+        drafter = make(model, weights.packed, weights.plain, store.layers[arch.layers], ops)
     return LocalExecutor(
         LocalParts(
             model=model,
@@ -71,5 +78,6 @@ def assemble(
             weight_bytes=weights.nbytes,
             graph_buckets=plan.graph_buckets,
             drafts=plan.draft.depth,
+            model_drafts=drafter,
         )
     )

@@ -77,7 +77,9 @@ def build(rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec]) -> Ho
     positions[:real] = np.repeat(starts, lengths) + within
     token_slot = np.repeat(slot_of, lengths)
     contexts = (starts + lengths).astype(np.int32)
-    longest = int(contexts.max(initial=1))
+    # A model that drafts goes on from here, up to one place before its last proposal.
+    ahead = np.fromiter((run.proposals for run in runs), np.int64, len(runs))
+    longest = int((contexts + ahead).max(initial=1))
     tables: list[npt.NDArray[np.int32] | None] = []
     slots, pads = [], []
     for group, pages in zip(groups, table.page_tables, strict=True):

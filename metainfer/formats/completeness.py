@@ -51,7 +51,8 @@ class Names:
 
     `reasons`: what stands in the way. `unknown`: stored names without meaning. `excused`: prefixes
     of names that are absent because of a reason given. `optional`: tensors known and not read (a
-    draft's), by name; their shape is checked where it is not empty.
+    draft's), by name; their shape is checked where it is not empty. `drafts`: they hold a draft
+    layer that the family runs.
     """
 
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Names:
     unknown: list[str] = field(default_factory=list)
     excused: list[str] = field(default_factory=list)
     optional: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    drafts: bool = False
 
     def add(self, name: str, info: TensorInfo) -> None:
         if name in self.tensors:

@@ -66,6 +66,10 @@ class Arch(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
+    def with_draft(self) -> Arch:
+        """The same model with the draft layer of its checkpoint loaded beside it."""
+        ...
+
     @property
     def page_unit(self) -> int:
         """Tokens that a cache page must hold a multiple of."""

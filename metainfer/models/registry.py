@@ -24,6 +24,7 @@ class Family:
     `random`: ``module:function`` of nothing -> {name: config} for ``random:`` references.
     `with_layers`: of (config, layers) -> config, where a config lists things per layer. `names`: of
     (arch, config, stored tensors, FP8 block) -> `Names`, where files spell them differently.
+    `drafter`: of (model, packed, plain, the draft's caches, op table) -> what proposes tokens.
     `draws`: of (arch, config) -> {name: `Drawn`}, where random weights are not all BF16."""
 
     model_types: tuple[str, ...]
@@ -33,6 +34,7 @@ class Family:
     with_layers: str = ""
     names: str = ""
     draws: str = ""
+    drafter: str = ""
 
 
 FAMILIES = (
@@ -50,6 +52,7 @@ FAMILIES = (
         with_layers="metainfer.models.deepseek_v4.shapes:with_layers",
         names="metainfer.models.deepseek_v4.names:checkpoint_names",
         draws="metainfer.models.deepseek_v4.draws:draws",
+        drafter="metainfer.models.deepseek_v4.draft:MtpDrafter",
     ),
 )
 

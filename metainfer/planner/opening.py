@@ -13,6 +13,7 @@ from metainfer.formats.source import ModelSource, resolve
 from metainfer.models.arch import Arch
 from metainfer.models.common.config import token_ids
 from metainfer.models.registry import checkpoint_names, random_config, random_draws, read_arch
+from metainfer.planner.drafts import DraftModule
 from metainfer.planner.resolve import ModelFacts
 
 
@@ -59,7 +60,7 @@ def open_model(reference: str, *, fetch: bool = True) -> OpenedModel:
         )
     assert source.path is not None
     arch = read_arch(source.config, str(source.path))
-    index, blocks = _checked(arch, source, CheckpointIndex.open(source.path))
+    index, blocks, drafts = _checked(arch, source, CheckpointIndex.open(source.path))
 
     def scheme_of(name: str) -> str:
         return blocks[name].format.name if name in blocks else index[name].scheme
@@ -67,7 +68,7 @@ def open_model(reference: str, *, fetch: bool = True) -> OpenedModel:
     return OpenedModel(
         source=source,
         arch=arch,
-        facts=_facts(source, arch, scheme_of),
+        facts=replace(_facts(source, arch, scheme_of), draft=DraftModule() if drafts else None),
         index=index,
         seed=0,
         eos_token_ids=token_ids(source.generation_config, "eos_token_id") or arch.eos_token_ids,
@@ -90,8 +91,8 @@ def _facts(source: ModelSource, arch: Arch, scheme_of: Callable[[str], str]) -> 
 
 def _checked(
     arch: Arch, source: ModelSource, index: CheckpointIndex
-) -> tuple[CheckpointIndex, dict[str, StoredWeight]]:
-    """The index by the arch's names, and its block-scaled matrices.
+) -> tuple[CheckpointIndex, dict[str, StoredWeight], bool]:
+    """The index by the arch's names, its block-scaled matrices, whether it has a draft to run.
 
     Every tensor that the arch names exists with its shape; nothing is left over unexplained.
     """
@@ -107,7 +108,7 @@ def _checked(
     reasons = [*names.reasons, *told, *objections(names, wanted, blocks, told, _derived)]
     if reasons:
         raise refusal(str(source.path), reasons)
-    return replace(index, tensors=names.tensors), blocks
+    return replace(index, tensors=names.tensors), blocks, names.drafts
 
 
 def _derived(name: str) -> bool:

@@ -189,7 +189,8 @@ class _Resolver:
         return page
 
     def draft(self, limits: Limits) -> DraftPlan:
-        return drafts.decide(
+        """The drafter; one that comes with the checkpoint is loaded beside the model."""
+        plan = drafts.decide(
             self.intent.draft,
             self.model.draft,
             self.ledger,
@@ -197,6 +198,9 @@ class _Resolver:
             step_tokens=limits.step_tokens,
             max_context=limits.max_context,
         )
+        if plan.method == drafts.MODEL:
+            self.arch = self.arch.with_draft()
+        return plan
 
     def requests(
         self, dtype: str, limits: Limits, page_tokens: int, draft: DraftPlan
@@ -208,6 +212,7 @@ class _Resolver:
             Phase.MIXED: (limits.mixed_prefill_tokens + decoding, decoding),
             Phase.DECODE: (decoding, decoding),
             Phase.VERIFY: (decoding * (1 + draft.depth),) * 2,
+            Phase.DRAFT: (decoding, decoding),
         }
         return tuple(
             request
@@ -358,10 +363,9 @@ def resolve(
     if intent.goal not in GOALS:
         raise UsageError(f"goal {intent.goal!r} is not known.", f"Goals: {', '.join(GOALS)}.")
     resolver = _Resolver(intent, model, facts)
-    ledger, arch = resolver.ledger, model.arch
-    dtype = resolver.dtype()
-    limits = resolver.limits()
+    ledger, dtype, limits = resolver.ledger, resolver.dtype(), resolver.limits()
     page, draft = resolver.page_tokens(), resolver.draft(limits)
+    arch = resolver.arch
     selection = select(registry, resolver.requests(dtype, limits, page, draft), facts, policy)
     resolver.record_selection(selection)
     layouts = selection.bundle.layouts
@@ -429,7 +433,9 @@ def choose(
 
 def phases(draft: DraftPlan) -> tuple[Phase, ...]:
     """The phases that an engine meets; kernels are chosen for each."""
-    return (*PHASES, Phase.VERIFY) if draft.depth else PHASES
+    if not draft.depth:
+        return PHASES
+    return (*PHASES, Phase.VERIFY, *((Phase.DRAFT,) if draft.method == drafts.MODEL else ()))
 
 
 def _group_plan(group: GroupSpec, sizes: CacheSizes) -> GroupPlan:

@@ -140,3 +140,27 @@ def _kept_float64(modeling: Any) -> Iterator[None]:
         yield
     finally:
         torch.Tensor.float, rotary.forward, modeling.torch = narrow, forward, torch
+
+
+def save_with_mtp(model: Any, folder: Path, seed: int) -> dict[str, Any]:
+    """The checkpoint in float32 under the publisher's names, with a draft layer; its tensors."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from metainfer.models.deepseek_v4.config import read_arch
+    from metainfer.models.deepseek_v4.names import official
+
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = {official(name) or name: data for name, data in load_file(file).items()}
+    arch = read_arch(json.loads((folder / "config.json").read_text())).with_draft()
+    generator = torch.Generator().manual_seed(seed)
+    for spec in (*arch.packed_weights(), *arch.plain_weights()):
+        for name, shape in zip(spec.tensors, spec.tensor_shapes(), strict=True):
+            if name.startswith("mtp."):
+                noise = torch.randn(shape, generator=generator)
+                tensors[name] = 1 + 0.2 * noise if "norm" in name else 0.2 * noise
+    save_file(tensors, file)
+    return tensors

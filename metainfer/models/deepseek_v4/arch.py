@@ -8,7 +8,7 @@ all of them read). Formulas: the model's technical report and inference code.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from metainfer.core.step import Phase
@@ -44,6 +44,7 @@ class DeepSeekV4Arch:
 
     `kinds` per layer; `csa`, `hca`: tokens of one compressed entry. `clamp_shared`: the shared
     expert is clamped like the routed ones, as deployed engines do (the published code does not).
+    `mtp`: the draft layer is loaded and run beside the model.
     """
 
     layers: int
@@ -77,6 +78,7 @@ class DeepSeekV4Arch:
     hash_layers: int
     limit: float
     clamp_shared: bool = True
+    mtp: bool = False
     draft_layers: int = 0
     dspark_block: int = 0
     eos_token_ids: tuple[int, ...] = ()
@@ -102,6 +104,10 @@ class DeepSeekV4Arch:
     def count(self, *kinds: LayerKind) -> int:
         """How many layers are of these kinds."""
         return sum(kind in kinds for kind in self.kinds)
+
+    def with_draft(self) -> DeepSeekV4Arch:
+        """The same model with its draft layer, which keeps a window of its own."""
+        return replace(self, mtp=True)
 
     @property
     def page_unit(self) -> int:

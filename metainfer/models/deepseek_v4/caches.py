@@ -58,8 +58,9 @@ def cache_specs(
     key = INDEX_KEYS[layouts["index"]](arch.index_dim, dtype) if "index" in layouts else None
     wide = "float64" if dtype == "float64" else "float32"
     found: list[CacheSpec] = []
-    for layer, kind in enumerate(arch.kinds):
-        ratio = arch.ratio(layer)
+    kinds = (*arch.kinds, *(("window",) if arch.mtp else ()))  # the draft's layer comes last
+    for layer, kind in enumerate(kinds):
+        ratio = arch.ratio(layer) if layer < arch.layers else 0
         found.append(
             CacheSpec(
                 layer=layer,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch, LayerKind
+from metainfer.models.deepseek_v4.weights import MTP
 from metainfer.ops.linear.packed import PackedWeight
 
 
@@ -61,8 +62,11 @@ def read_layer(
     plain: Mapping[str, Tensor],
     tables: tuple[Tensor, Tensor],
 ) -> Layer:
-    """`tables`: the rotary tables of plain layers, and of those that compress."""
-    kind, ratio, prefix = arch.kinds[layer], arch.ratio(layer), f"layers.{layer}."
+    """`tables`: the rotary tables of plain layers, and of those that compress. Layer `arch.layers`
+    is the draft's."""
+    kind, ratio, prefix = LayerKind.WINDOW, 0, MTP
+    if layer < arch.layers:
+        kind, ratio, prefix = arch.kinds[layer], arch.ratio(layer), f"layers.{layer}."
 
     def small(name: str) -> Tensor | None:
         return plain.get(prefix + name)

@@ -47,8 +47,8 @@ class DeepSeekV4Model:
         self.embed, self.head = packed["embed"], packed["lm_head"]
         self.norm = plain["norm"]
         self.collapse = tuple(plain[f"hc_head_{leaf}"] for leaf in ("fn", "base", "scale"))
-        tables = (cos_sin, compress_cos_sin)  # [M, R] float32 each
-        self.layers = [read_layer(arch, i, packed, plain, tables) for i in range(arch.layers)]
+        self.tables = (cos_sin, compress_cos_sin)  # [M, R] float32 each
+        self.layers = [read_layer(arch, i, packed, plain, self.tables) for i in range(arch.layers)]
 
     def forward(
         self,

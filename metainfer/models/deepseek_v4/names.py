@@ -17,7 +17,7 @@ from math import prod
 from metainfer.formats.completeness import Names
 from metainfer.formats.index import TensorInfo
 from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
-from metainfer.models.deepseek_v4.drafts import draft_shapes, find_draft
+from metainfer.models.deepseek_v4.drafts import Draft, DraftKind, draft_shapes, find_draft
 
 _TOP = {
     "embed_tokens.weight": "embed.weight",
@@ -114,6 +114,7 @@ def checkpoint_names(
             tapped=len(layers) if isinstance(layers, (list, tuple)) else 3,
             rank=rank if isinstance(rank, int) else 256,
         )
+        found.drafts = draft == Draft(DraftKind.MTP, 1)
     found.optional = {name: shapes.get(name, ()) for name in drafted}
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from metainfer.core.step import Phase
@@ -25,6 +26,8 @@ def op_requests(
     page_tokens: int,
 ) -> tuple[OpRequest, ...]:
     """Every op use in one phase; arguments as in `models.arch.Arch.op_requests`."""
+    if phase is Phase.DRAFT:
+        arch = replace(arch, layers=1, kinds=(type(arch.kinds[0])("window"),), hash_layers=0)
     asked = _Requests(arch, phase, rows, dtype, schemes)
     asked.streams()
     asked.attention(page_tokens)

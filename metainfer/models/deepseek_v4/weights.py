@@ -7,7 +7,8 @@ indexer's head weights, and w1 with w3 of every expert. Sites are those of the o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ from metainfer.models.arch import WeightSpec
 
 if TYPE_CHECKING:
     from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
+
+MTP = "mtp.0."
+"""Where the publisher's files keep the one draft layer of the April release."""
 
 
 @lru_cache(maxsize=8)
@@ -30,7 +34,30 @@ def packed_weights(arch: DeepSeekV4Arch) -> tuple[WeightSpec, ...]:
         found += _attention(arch, layer)
         found += _experts(arch, layer)
     found.append(WeightSpec("lm_head", "linear.lm_head", ("head.weight",), vocab))
+    if arch.mtp:
+        found += _mtp_block(arch, packed_weights)
+        square = (arch.hidden, arch.hidden)
+        for part in ("e_proj", "h_proj"):
+            key, tensors = f"{MTP}{part}", (f"{MTP}{part}.weight",)
+            found.append(WeightSpec(key, f"linear.mtp_{part[0]}", tensors, square, (), arch.layers))
     return tuple(found)
+
+
+def _mtp_block(
+    arch: DeepSeekV4Arch, of: Callable[[DeepSeekV4Arch], tuple[WeightSpec, ...]]
+) -> list[WeightSpec]:
+    """A layer without compression, routed by scores, under the draft's names."""
+    one = replace(arch, layers=1, kinds=(type(arch.kinds[0])("window"),), hash_layers=0, mtp=False)
+    return [
+        replace(
+            spec,
+            name=spec.name.replace("layers.0.", MTP),
+            tensors=tuple(name.replace("layers.0.", MTP) for name in spec.tensors),
+            layer=arch.layers,
+        )
+        for spec in of(one)
+        if spec.layer == 0
+    ]
 
 
 def _matrix(
@@ -115,17 +142,27 @@ def plain_weights(arch: DeepSeekV4Arch) -> tuple[WeightSpec, ...]:
     ``compress_norm [D_h]``, with an index ``index_ape`` and ``index_norm`` too, all float32.
     At the end: ``norm``, ``hc_head_fn [N, N D]``, ``hc_head_base [N]``, ``hc_head_scale [1]``.
     """
-    streams, wide = arch.streams, arch.streams * arch.hidden
     found: list[WeightSpec] = []
     for layer in range(arch.layers):
         found += _small(arch, layer)
-    found += [
-        WeightSpec("norm", "rmsnorm", ("norm.weight",), (arch.hidden,)),
-        WeightSpec("hc_head_fn", "hyper_head", ("hc_head_fn",), (streams, wide), dtype="float32"),
-        WeightSpec("hc_head_base", "hyper_head", ("hc_head_base",), (streams,), dtype="float32"),
-        WeightSpec("hc_head_scale", "hyper_head", ("hc_head_scale",), (1,), dtype="float32"),
-    ]
+    found += _ending(arch, "", -1)
+    if arch.mtp:
+        found += _mtp_block(arch, plain_weights)
+        found += _ending(arch, MTP, arch.layers)
+        for part in ("enorm", "hnorm"):
+            key, tensors = f"{MTP}{part}", (f"{MTP}{part}.weight",)
+            found.append(WeightSpec(key, "rmsnorm", tensors, (arch.hidden,), (), arch.layers))
     return tuple(found)
+
+
+def _ending(arch: DeepSeekV4Arch, prefix: str, layer: int) -> list[WeightSpec]:
+    """What collapses the streams behind the last layer, and the norm before the head."""
+    streams, wide = arch.streams, arch.streams * arch.hidden
+    found = [WeightSpec(f"{prefix}norm", "rmsnorm", (f"{prefix}norm.weight",), (arch.hidden,))]
+    for leaf, shape in (("fn", (streams, wide)), ("base", (streams,)), ("scale", (1,))):
+        name = f"{prefix}hc_head_{leaf}"
+        found.append(WeightSpec(name, "hyper_head", (name,), shape, dtype="float32"))
+    return [replace(spec, layer=layer) for spec in found]
 
 
 def _small(arch: DeepSeekV4Arch, layer: int) -> list[WeightSpec]:

@@ -64,6 +64,10 @@ class DenseArch:
             self.kv_heads * self.head_dim,
         )
 
+    def with_draft(self) -> DenseArch:
+        """No dense family brings a draft layer; the planner refuses the wish before it asks."""
+        return self
+
     @property
     def page_unit(self) -> int:
         return 1
