@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from metainfer.text.detokenize import IncrementalDetokenizer
 from metainfer.text.markup import Markup
@@ -34,8 +34,10 @@ class MarkedDetokenizer:
         self._inner = IncrementalDetokenizer(tokenizer)
         self._symbols = markers.by_id
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; a marker completes whatever stood before it."""
+        if self._symbols.keys().isdisjoint(ids):
+            return clean(self._inner.push(ids))
         parts: list[str] = []
         run: list[int] = []
         for token in ids:

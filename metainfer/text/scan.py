@@ -25,7 +25,7 @@ def symbol(place: int) -> str:
 
 def clean(text: str) -> str:
     """`text` without characters that would be taken for symbols."""
-    return _SYMBOLS.sub("\ufffd", text)
+    return text if text.isascii() else _SYMBOLS.sub("\ufffd", text)
 
 
 def substitute(text: str, symbols: Mapping[str, str]) -> str:
@@ -37,7 +37,7 @@ def substitute(text: str, symbols: Mapping[str, str]) -> str:
 
 def plain(text: str, symbols: Mapping[str, str]) -> str:
     """`text` with symbols spelled out."""
-    if symbols and _SYMBOLS.search(text):
+    if symbols and not text.isascii() and _SYMBOLS.search(text):
         for marker, char in symbols.items():
             text = text.replace(char, marker)
     return text
@@ -72,9 +72,12 @@ class Buffer:
     def until(self, needles: Sequence[str]) -> tuple[str, str | None]:
         """(text before the first needle, the needle), both consumed; without one (text that
         can no longer belong to a needle, None)."""
-        if not needles:
-            return self.take(), None
-        found = _pattern(tuple(needles)).search(self._text)
+        text = self._text
+        pattern, firsts = _search(tuple(needles))
+        if not any(first in text for first in firsts):  # nearly always
+            self._text = ""
+            return text, None
+        found = pattern.search(text)
         if found is not None:
             text = self.take(found.end())
             return text[: found.start()], found.group()
@@ -91,7 +94,9 @@ class Buffer:
 
 
 @lru_cache(maxsize=64)
-def _pattern(needles: tuple[str, ...]) -> re.Pattern[str]:
+def _search(needles: tuple[str, ...]) -> tuple[re.Pattern[str], tuple[str, ...]]:
+    """(a pattern of all needles, the characters that they begin with)."""
     # Longer ones first, so that no needle hides one that it begins.
     ordered = sorted(needles, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)))
+    firsts = tuple(dict.fromkeys(needle[0] for needle in ordered))
+    return re.compile("|".join(map(re.escape, ordered))), firsts

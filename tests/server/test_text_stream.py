@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from metainfer.core.errors import InternalError, RequestError
 from metainfer.core.request import FinishReason, Request, SamplingParams
 from metainfer.core.step import RequestOutput, TokenLogprobs
-from metainfer.engine.model_text import byte_text
+from metainfer.engine.model_text import byte_deepseek, byte_text
 from metainfer.engine.text_stream import (
     Delta,
     LegacyLogprobs,
@@ -20,6 +22,11 @@ from metainfer.engine.text_stream import (
     chat_logprobs,
     expand,
 )
+from metainfer.text.dialogue import Prompt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "text"))
+
+from transcripts import DSML, Transcript
 
 TOKENIZER = byte_text(300).tokenizer
 
@@ -159,3 +166,31 @@ def test_byte_text_round_trip() -> None:
     data = bytes(rng.randrange(256) for _ in range(500)).decode("utf-8", errors="replace")
     assert TOKENIZER.decode(TOKENIZER.encode(data)) == data
     assert TOKENIZER.decode([299]) == "<299>"
+
+
+@pytest.mark.parametrize("case", DSML, ids=[case.name for case in DSML])
+def test_channels_do_not_depend_on_the_cut(case: Transcript) -> None:
+    """Same channels, counts and finish for every grouping of tokens, with speculation or not."""
+    tools = byte_deepseek(512)
+    tokens = tools.tokenizer.encode(case.text, add_special=False)
+    params = SamplingParams(max_tokens=10_000)
+
+    def total(sizes: Sequence[int], stops: Sequence[str] = ()) -> tuple[object, ...]:
+        prompt = Prompt([0], case.opening)
+        stream = tools.answer_stream(stops, params, prompt, calls="read")
+        found = run(stream, outputs(tokens, sizes, logprobs=False))
+        return (
+            "".join(delta.reasoning for delta in found),
+            "".join(delta.text for delta in found),
+            [(call.name, call.arguments) for delta in found for call in delta.calls],
+            sum(len(delta.tokens) for delta in found),
+            (stream.completion_tokens, stream.reasoning_tokens, stream.finish, stream.notes),
+        )
+
+    whole, stopped = total([]), total([], ["Plan", "o"])
+    assert whole[3] == len(tokens)
+    draw = random.Random(case.name)
+    for _ in range(10):
+        sizes = [draw.randint(0, 6) for _ in range(200)]
+        assert total(sizes) == whole
+        assert total(sizes, ["Plan", "o"]) == stopped
