@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from metainfer.core.errors import ModelError
 from metainfer.core.request import SamplingParams
 from metainfer.engine.text_stream import TextStream
 
@@ -100,12 +101,25 @@ def load_text(reference: str, vocab_size: int) -> TextTools:
         return TextTools(tokenizer, JinjaFormat(tokenizer, template))
     tokenizer = Tokenizer.from_folder(source.path)
     if source.config.get("model_type") == DEEPSEEK_V4:
-        from metainfer.text.deepseek_v4 import DeepseekV4Format
+        from metainfer.text.deepseek_v4 import BOS, EOS, DeepseekV4Format
         from metainfer.text.wire_pieces import find_pieces
 
+        for marker, key in ((BOS, "bos_token_id"), (EOS, "eos_token_id")):
+            _check_id(tokenizer, marker, key, source.config.get(key))
         return TextTools(tokenizer, DeepseekV4Format(tokenizer, find_pieces(source.path)))
     template = ChatTemplate.from_folder(source.path, tokenizer.special_tokens)
     return TextTools(tokenizer, JinjaFormat(tokenizer, template))
+
+
+def _check_id(tokenizer: Tokenizer, marker: str, key: str, said: object) -> None:
+    """The engine stops at the config's ids; the tokenizer must mean the same tokens."""
+    found = tokenizer.token_id(marker)
+    if isinstance(said, int) and said != found:
+        raise ModelError(
+            f"config.json gives {key} {said}; tokenizer.json gives {marker!r} the id {found}.",
+            "The two files belong to different downloads; download both again.",
+            code="bad_tokenizer",
+        )
 
 
 def byte_text(vocab_size: int) -> TextTools:

@@ -9,7 +9,9 @@ from pathlib import Path
 from metainfer.engine.model_text import TextTools, byte_deepseek, byte_text
 from metainfer.text.byte_text import byte_tokenizer
 from metainfer.text.chat import ChatTemplate
+from metainfer.text.deepseek_v4 import MARKERS, DeepseekV4Format
 from metainfer.text.dialogue import JinjaFormat
+from metainfer.text.wire_pieces import WirePieces
 
 # Our own template in the manner of Qwen3's: it teaches the tags and knows `enable_thinking`.
 TEMPLATE = """
@@ -37,8 +39,15 @@ def byte_qwen(vocab_size: int) -> TextTools:
     return TextTools(tokenizer, JinjaFormat(tokenizer, ChatTemplate(TEMPLATE)))
 
 
-TEXTS = {"bytes": byte_text, "deepseek": byte_deepseek, "qwen": byte_qwen}
-FIRST_BYTE = {"deepseek": 9, "qwen": len(QWEN_MARKERS)}
+def bare_deepseek(vocab_size: int) -> TextTools:
+    """DeepSeek-V4 whose fixed prompt texts nobody has."""
+    tokenizer = byte_tokenizer(vocab_size, MARKERS)
+    pieces = WirePieces(reasons=("the folder has no encoder",))
+    return TextTools(tokenizer, DeepseekV4Format(tokenizer, pieces))
+
+
+TEXTS = {"bare": bare_deepseek, "bytes": byte_text, "deepseek": byte_deepseek, "qwen": byte_qwen}
+FIRST_BYTE = {"bare": len(MARKERS), "deepseek": len(MARKERS), "qwen": len(QWEN_MARKERS)}
 VOCAB = 512
 
 

@@ -346,6 +346,21 @@ def test_a_model_whose_calls_cannot_be_read_refuses_tools(server: Running) -> No
     assert call(server.port, "POST", CHAT, given | {"tool_choice": "none"}).status == 200
 
 
+def test_without_the_publishers_texts_plain_chat_works(tmp_path: Path) -> None:
+    script = write_script(tmp_path / "script.json", "bare", {"hi": "hm</think>Hello."})
+    with fake_server(["--text", "bare"], ["--script", str(script)]) as running:
+        got = ask(running, body("hi", tools=None))
+        assert (got["reasoning"], got["content"]) == ("hm", "Hello.")
+        for how in ({}, {"tools": None, "reasoning_effort": "max"}):
+            refused = call(running.port, "POST", CHAT, body("hi", **how))
+            assert refused.status == 400
+            error = refused.json["error"]
+            assert error["code"] == "prompt_text_missing" and "no encoder" in error["message"]
+            assert "deepseek-recipe" in error["message"]
+        shown = call(running.port, "GET", "/v1/models").json["data"][0]["prompt_format"]
+        assert (shown["tools"], shown["pieces"]) == (False, None)
+
+
 def test_the_model_list_says_how_answers_are_read(deepseek: Running, qwen: Running) -> None:
     def shown(running: Running) -> dict[str, Any]:
         return call(running.port, "GET", "/v1/models").json["data"][0]["prompt_format"]

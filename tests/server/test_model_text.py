@@ -63,6 +63,13 @@ def test_the_model_type_decides_for_deepseek_v4(tmp_path: Path) -> None:
     assert any("encoding_dsv4.py" in reason for reason in refused) or not refused
 
 
+def test_ids_of_config_and_tokenizer_must_agree(tmp_path: Path) -> None:
+    config = {"model_type": "deepseek_v4", "bos_token_id": 0, "eos_token_id": 1}
+    assert load_text(folder(tmp_path, config), 512).tokenizer.token_id(EOS) == 1
+    with pytest.raises(ModelError, match="eos_token_id 2"):
+        load_text(folder(tmp_path, config | {"eos_token_id": 2}), 512)
+
+
 def test_the_template_decides_for_others(tmp_path: Path) -> None:
     tags = "<think></think><tool_call></tool_call>"
     tools = load_text(folder(tmp_path, {"model_type": "qwen3"}, tags), 512)
