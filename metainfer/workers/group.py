@@ -16,13 +16,15 @@ from metainfer.core.errors import InternalError, MetaInferError
 
 
 class GroupError(MetaInferError):
-    """A rank failed; the group is unusable from then on. `rank` failed first, by rank order."""
+    """A rank failed; the group is unusable from then on. `rank` failed first: by rank order in one
+    process, by time between processes."""
 
     default_code = "rank_failed"
 
-    def __init__(self, rank: int, method: str, error: BaseException, others: int) -> None:
+    def __init__(self, rank: int, method: str, error: BaseException | str, others: int) -> None:
         more = f" ({others} more ranks failed)" if others else ""
-        super().__init__(f"rank {rank} failed in {method}: {type(error).__name__}: {error}{more}")
+        shown = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        super().__init__(f"rank {rank} failed in {method}: {shown}{more}")
         self.rank = rank
 
 

@@ -120,7 +120,7 @@ class SlabComm:
         try:
             if self._broken is not None:
                 raise self._broken
-            out = _checked(request, self.rank, given, out)
+            out = checked(request, self.rank, given, out)
             for call, piece in self._calls(plan):
                 self._fill(call, piece, request, given, out, side, rows)
                 code = self._library.mi_run(ctypes.byref(call), 0, 1)
@@ -283,7 +283,7 @@ def given_count(request: Request, rank: int) -> int:
     return request.count
 
 
-def _checked(request: Request, rank: int, given: Tensor, out: Tensor | None) -> Tensor:
+def checked(request: Request, rank: int, given: Tensor, out: Tensor | None) -> Tensor:
     """The output tensor, once both tensors are what the plan was made for."""
     dtype = DTYPES[request.dtype]
     if out is None:

@@ -1,0 +1,121 @@
+"""Rank processes: facts handed out, called together, one cause raised, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import eventually
+
+from metainfer.core.errors import InternalError
+from metainfer.workers.group import GroupError, WorkerGroup
+from metainfer.workers.ranks import ProcessGroup
+
+HERE = str(Path(__file__).parent)
+
+
+def start(size: int = 3, target: str = "rank_targets:Adder", **change: Any) -> ProcessGroup:
+    facts = change.pop("facts", [{"device": 10 + rank} for rank in range(size)])
+
+    def environ(rank: int) -> dict[str, str]:
+        path = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {"PYTHONPATH": path, "RANK_MARK": f"m{rank}"}
+
+    return ProcessGroup.spawn(target, size, facts=facts, environ=environ, **change)
+
+
+def gone(pids: tuple[int | None, ...]) -> bool:
+    return not any(pid is not None and Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_ranks_get_their_facts_and_answer_in_order(tmp_path: Path) -> None:
+    swept: list[str] = []
+    facts = [{"device": 10 + rank, "folder": str(tmp_path)} for rank in range(3)]
+    with start(facts=facts, after_close=[swept.append]) as group:
+        ranks: WorkerGroup = group
+        assert ranks.call("who") == [[r, 3, group.token, 10 + r, f"m{r}"] for r in range(3)]
+        assert ranks.call("add", 5) == [5, 6, 7] and ranks.call("add", 1) == [6, 7, 8]
+        big = "x" * 3_000_000
+        assert ranks.call("echo", big) == [big] * 3
+        assert all(health.alive for health in ranks.health())
+        pids = group.pids
+        assert not swept
+    assert gone(pids) and swept == [group.token]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"closed-{r}" for r in range(3)]
+    group.close()
+    assert swept == [group.token]
+    with pytest.raises(InternalError, match="closed group"):
+        group.call("who")
+    assert group.health()[0].detail == "closed"
+
+
+def test_the_first_cause_is_the_earliest_and_stays(tmp_path: Path) -> None:
+    facts = [{"folder": str(tmp_path)}] * 3
+    with start(facts=facts) as group:
+        with pytest.raises(GroupError) as caught:
+            group.call("fail", [1, 2], 0.15)  # rank 2 first, rank 1 later
+        text = "rank 2 failed in fail: ValueError: layer 3 is missing on 2 (1 more ranks failed)"
+        assert str(caught.value) == text and caught.value.rank == 2
+        assert "rank_targets.py" in caught.value.__notes__[0]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["aborted-1", "aborted-2"]
+        with pytest.raises(GroupError, match="rank 2 failed in fail"):
+            group.call("who")
+        assert not any(health.alive for health in group.health())
+
+
+def test_what_was_heard_of_another_rank_is_not_the_cause() -> None:
+    with start() as group, pytest.raises(GroupError, match="rank 1 failed in hear: RuntimeError"):
+        group.call("hear", 1)
+
+
+def test_a_killed_rank_is_named_and_no_one_is_left() -> None:
+    group = start()
+    pids = group.pids
+    begin = time.monotonic()
+    with pytest.raises(GroupError, match="rank 1 failed in die: rank 1 was killed by SIGKILL"):
+        group.call("die", 1)
+    assert time.monotonic() - begin < 3
+    assert "SIGKILL" in group.health()[1].detail
+    group.close()
+    assert eventually(lambda: gone(pids), 5)
+
+
+def test_a_rank_that_hangs_does_not_hold_back_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metainfer.workers.ranks.SETTLE_S", 0.3)
+    group = start()
+    pids = group.pids
+    with pytest.raises(GroupError, match="rank 0 failed in hang: ValueError: the others go on"):
+        group.call("hang", 2)
+    begin = time.monotonic()
+    group.close()
+    assert time.monotonic() - begin < 5 and eventually(lambda: gone(pids), 5)
+
+
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [
+        ("fail_at_start", "rank 1 failed in spawn: ValueError: no room on 1"),
+        ("die_at_start", "rank 1 failed in spawn: rank 1 was killed by SIGSEGV"),
+        ("hang_at_start", "rank 1 failed in spawn: gave no sign of life in time"),
+    ],
+)
+def test_a_rank_that_does_not_come_up_ends_all(key: str, word: str) -> None:
+    swept: list[str] = []
+    begin = time.monotonic()
+    with pytest.raises(GroupError, match=word):
+        start(facts=[{key: 1}] * 3, start_s=6.0, after_close=[swept.append])
+    assert len(swept) == 1 and time.monotonic() - begin < 20
+
+
+def test_wrong_targets_and_results_are_one_line() -> None:
+    with pytest.raises(GroupError, match="No module named 'no_such_module'"):
+        start(1, "no_such_module:Adder")
+    with pytest.raises(GroupError, match="rank_targets:nothing made no worker"):
+        start(1, "rank_targets:nothing")
+    with start(1) as group, pytest.raises(GroupError, match=r"TypeError.*object"):
+        group.call("opaque")
+    with start(1) as group, pytest.raises(GroupError, match="AttributeError"):
+        group.call("no_such_method")
