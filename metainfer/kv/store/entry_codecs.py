@@ -16,6 +16,8 @@ from metainfer.formats.activation import E2M1_AMAX_FLOOR, E4M3_AMAX_FLOOR
 from metainfer.kv.book.form import EntryForm
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
+ROWS = 1024
+"""Rows that are rounded at a time, so that intermediate results stay near."""
 
 
 def value_bytes(form: EntryForm) -> int:
@@ -73,7 +75,27 @@ def rounded(form: EntryForm, values: Tensor) -> Tensor:
     if form.scale == "none":
         return values
     flat = values.reshape(-1, form.width)
-    return decode(form, *encode(form, flat)).to(values.dtype).reshape(values.shape)
+    turned = [_rounded(form, part) for part in flat.split(ROWS)]
+    return torch.cat(turned).to(values.dtype).reshape(values.shape)
+
+
+def _rounded(form: EntryForm, values: Tensor) -> Tensor:
+    if form.layout != "index-fp4@1":
+        return decode(form, *encode(form, values))
+    x = values if values.dtype == torch.float64 else values.float()
+    scaled, scales = _power_of_two(x.unflatten(-1, (-1, form.group)), E2M1_MAX, E2M1_AMAX_FLOOR)
+    size = scaled.abs().clamp_(max=E2M1_MAX)
+    # The step is half the binade, and that of [1, 2) below: two codes a binade.
+    step = _binade(size.clamp_min(1.0)).mul_(0.5)
+    grid = size.div_(step).round_().mul_(step).copysign_(scaled)
+    return grid.mul_(elements.e8m0_decode(scales, x.dtype).unsqueeze(-1)).flatten(1)
+
+
+def _binade(x: Tensor) -> Tensor:
+    """2^floor(log2 x) of normal positive x (overwritten), by its exponent bits."""
+    if x.dtype == torch.float64:
+        return x.view(torch.int64).bitwise_and_(0x7FF << 52).view(torch.float64)
+    return x.view(torch.int32).bitwise_and_(0xFF << 23).view(torch.float32)
 
 
 def _encode_latent(form: EntryForm, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +126,9 @@ def _power_of_two(blocks: Tensor, largest: float, floor: float) -> tuple[Tensor,
     bounded = torch.where(finite, amax, 0).clamp_min(floor)
     # 2^127 is the largest scale: beyond it (float64 only) values saturate.
     exponent = elements.ceil_exponent(bounded, largest).clamp_max(127)
-    scaled = (blocks * elements.power_of_two(-exponent, blocks.dtype).unsqueeze(-1)).nan_to_num(0.0)
+    scaled = blocks * elements.power_of_two(-exponent, blocks.dtype).unsqueeze(-1)
+    if not bool(finite.all()):
+        scaled = scaled.nan_to_num_(0.0)
     scales = torch.where(finite, exponent + 127, elements.E8M0_NAN)
     return scaled, scales.to(torch.uint8)
 
