@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
@@ -54,6 +54,10 @@ def serve(
     keep_alive: Annotated[
         float, _flag("--keep-alive", text="seconds until an idle stream gets a comment")
     ] = 15.0,
+    metrics_compat: Annotated[
+        Literal["vllm"] | None,
+        _flag("--metrics-compat", text="also give metrics under the names of: vllm"),
+    ] = None,
     engine: EngineFlags = NO_FLAGS,
     as_json: Json = False,
 ) -> Result:
@@ -77,6 +81,7 @@ def serve(
         max_pending=max_pending,
         keep_alive_s=keep_alive,
         drain_grace_s=drain_grace,
+        vllm_metrics=metrics_compat == "vllm",
     )
     from metainfer.server.run import run
 

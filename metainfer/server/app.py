@@ -40,7 +40,12 @@ from metainfer.server.tokens import detokenize, tokenize
 def new_state(config: ServerConfig, client: EngineClient) -> ServerState:
     """The state of a server whose engine is not ready yet."""
     state: ServerState
-    metrics = Metrics(config.model_names[0], lambda: client.stats, lambda: state.status)
+    metrics = Metrics(
+        config.model_names[0],
+        lambda: client.stats,
+        lambda: state.status,
+        vllm_names=config.vllm_metrics,
+    )
     state = ServerState(config, client, metrics, KeepAlive(config.keep_alive_s))
     return state
 

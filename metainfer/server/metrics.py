@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from metainfer.engine.protocol import EngineStats
+from metainfer.server.metrics_vllm import aliases
 
 if TYPE_CHECKING:
     from metainfer.server.prepare import Job
@@ -86,8 +87,16 @@ class Metrics:
     """All metrics of one server. `stats` and `status` are asked when the page is read."""
 
     def __init__(
-        self, model: str, stats: Callable[[], EngineStats], status: Callable[[], str]
+        self,
+        model: str,
+        stats: Callable[[], EngineStats],
+        status: Callable[[], str],
+        *,
+        vllm_names: bool = False,
     ) -> None:
+        """`vllm_names`: give what means the same under vLLM's names, too."""
+        self._vllm_names = vllm_names
+        self._finished: dict[str, int] = {}
         self._model = model
         self._stats = stats
         self._status = status
@@ -110,6 +119,10 @@ class Metrics:
     def request_done(self, job: Job, outcome: str, seconds: float) -> None:
         """One HTTP request that reached the engine is over."""
         self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+        for choice in job.choices:
+            reason = choice.text.finish
+            if reason is not None:
+                self._finished[reason] = self._finished.get(reason, 0) + 1
         self._duration.observe(seconds)
         self._prompt.observe(float(sum(map(len, job.prompts))))
         self._generated.observe(float(sum(c.text.completion_tokens for c in job.choices)))
@@ -145,6 +158,12 @@ class Metrics:
         for outcome, count in self._outcomes.items():
             outcomes.add_metric([*values, outcome], count)
         yield outcomes
+        finished = CounterMetricFamily(
+            "metainfer_choices_finished", "Choices by finish reason.", labels=[*names, "reason"]
+        )
+        for reason, count in self._finished.items():
+            finished.add_metric([*values, reason], count)
+        yield finished
         ready = GaugeMetricFamily("metainfer_ready", "1 when requests are served.", labels=names)
         ready.add_metric(values, float(self._status() == "ready"))
         yield ready
@@ -169,6 +188,14 @@ class Metrics:
             )
             family.add_metric(values, *histogram.buckets())
             yield family
+        if self._vllm_names:
+            yield from aliases(
+                self._model,
+                [(name, text, read(stats)) for name, text, read in _GAUGES],
+                [(name, text, read(stats)) for name, text, read in _COUNTERS],
+                histograms,
+                self._finished,
+            )
 
 
 class _Collector:

@@ -22,6 +22,7 @@ class ServerConfig:
 
     `max_pending` bounds choices that are queued or running; more get 429 ``queue_full``.
     `stall_s`: with work at hand and no step for this long, the server is not ready.
+    `vllm_metrics` adds vLLM's names to ``/metrics``.
     """
 
     model_names: tuple[str, ...]
@@ -32,6 +33,7 @@ class ServerConfig:
     keep_alive_s: float = 15.0
     drain_grace_s: float = 30.0
     stall_s: float = 120.0
+    vllm_metrics: bool = False
 
 
 @dataclass(slots=True)

@@ -20,13 +20,14 @@ SAMPLING = {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed"}
 FLAGS: dict[tuple[str, ...], set[str]] = {
     ("serve",): ENGINE | {
         "--host", "--port", "--api-key", "--served-model-name", "--chat-template", "--max-pending",
-        "--max-body", "--drain-grace", "--shutdown-timeout", "--keep-alive", "--json",
+        "--max-body", "--drain-grace", "--shutdown-timeout", "--keep-alive",
+        "--metrics-compat", "--json",
     },
     ("generate",): ENGINE | SAMPLING | {"--prompt", "--stop", "--chat", "--json"},
     ("chat",): ENGINE | SAMPLING | {"--system", "--json"},
     ("doctor",): ENGINE | {
         "--model", "--machine", "--save-machine", "--deep", "--host-text",
-        "--save-host-text", "--json",
+        "--save-host-text", "--engine", "--engine-args", "--json",
     },
     ("plan",): ENGINE | {"--model", "--machine", "--json"},
     ("kernels", "list"): {"--json"},

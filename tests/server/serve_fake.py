@@ -33,6 +33,7 @@ async def serve(options: argparse.Namespace, engine: list[str]) -> int:
         keep_alive_s=options.keep_alive,
         drain_grace_s=options.grace,
         stall_s=options.stall,
+        vllm_metrics=options.vllm_metrics,
     )
     state = new_state(config, client)
 
@@ -62,6 +63,7 @@ def main() -> int:
     parser.add_argument("--keep-alive", type=float, default=15.0)
     parser.add_argument("--grace", type=float, default=10.0)
     parser.add_argument("--stall", type=float, default=120.0)
+    parser.add_argument("--vllm-metrics", action="store_true")
     parser.add_argument("--text", choices=list(TEXTS), default="bytes")
     try:
         return run(serve(parser.parse_args(own), engine))

@@ -11,6 +11,7 @@ from fake_server import Running, call, chat_body, fake_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from metainfer.server.metrics import Histogram
+from metainfer.server.metrics_vllm import ALIASES
 
 
 def test_page_is_clean(server: Running) -> None:
@@ -52,6 +53,29 @@ def test_numbers_add_up() -> None:
     assert values["metainfer_request_generated_tokens_sum", None] == 3 * 5 + 2
     assert values["metainfer_generated_tokens_total", None] >= 17
     assert values["metainfer_ready", None] == 1
+
+
+def test_vllm_names_say_what_ours_say() -> None:
+    """Asked for only, without a name whose meaning we lack."""
+    with fake_server(["--vllm-metrics"]) as running:
+        call(running.port, "POST", "/v1/chat/completions", chat_body("say:abcde"))
+        call(running.port, "POST", "/v1/chat/completions", chat_body("x", max_tokens=3))
+        page = call(running.port, "GET", "/metrics").raw.decode()
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    theirs = {name for name in families if name.startswith("vllm:")}
+    assert theirs == {*(f"vllm:{name}" for name in ALIASES.values()), "vllm:request_success"}
+    for ours, alias in ALIASES.items():
+        mine, other = families[f"metainfer_{ours}"], families[f"vllm:{alias}"]
+        assert mine.type == other.type
+        assert [s.value for s in mine.samples] == [s.value for s in other.samples]
+        assert all(s.labels["model_name"] == "fake" for s in other.samples)
+        assert all(s.labels["engine"] == "0" for s in other.samples)
+    reasons = {
+        sample.labels["finished_reason"]: sample.value
+        for sample in families["vllm:request_success"].samples
+        if sample.name.endswith("_total")
+    }
+    assert reasons == {"stop": 1, "length": 1}
 
 
 @pytest.mark.parametrize(("value", "place"), [(0.5, 0), (1.0, 0), (1.01, 1), (2.0, 1), (9.0, 2)])

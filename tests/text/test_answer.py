@@ -251,6 +251,19 @@ def test_many_calls_in_one_push_do_not_nest() -> None:
     assert len(parse(DEEPSEEK, C, [invoke("f", {}) * 3000])[2]) == 3000
 
 
+def test_a_marker_half_written_at_a_limit_is_no_text() -> None:
+    for half in ("</thi", f"<{D[:3]}", "\n\n</think"):
+        assert parse(DEEPSEEK, R, ["so" + half], cut=True)[0] == "so" + half[: half.index("<")]
+        assert parse(DEEPSEEK, R, ["so" + half])[0] == "so" + half
+    assert parse(DEEPSEEK, R, ["a <"], cut=True)[0] == "a <"  # may as well be text
+
+
+def test_a_run_of_newlines_is_held_back_to_a_bound() -> None:
+    parser = AnswerParser(DEEPSEEK, C)
+    assert parser.push("a" + "\n" * 50).content == "a" + "\n" * (50 - MAX_GAP)
+    assert parser.push("b").content == "\n" * MAX_GAP + "b"
+
+
 def test_symbols_in_ordinary_text_are_no_markers() -> None:
     assert clean(f"a{symbol(0)}b{symbol(31)}") == "a\ufffdb\ufffd"
     with pytest.raises(ValueError, match="32"):

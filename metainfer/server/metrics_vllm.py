@@ -1,0 +1,73 @@
+"""Names of vLLM's metrics for what we measure, behind ``--metrics-compat vllm``.
+
+Dashboards, autoscalers and load balancers read these. Only what has the same meaning here is
+given; nothing is filled with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from metainfer.server.metrics import Histogram
+
+#: our name -> theirs
+ALIASES = {
+    "requests_running": "num_requests_running",
+    "requests_waiting": "num_requests_waiting",
+    "kv_cache_usage_ratio": "kv_cache_usage_perc",
+    "preemptions": "num_preemptions",
+    "prompt_tokens": "prompt_tokens",
+    "generated_tokens": "generation_tokens",
+    "prefix_cache_query_tokens": "prefix_cache_queries",
+    "prefix_cache_hit_tokens": "prefix_cache_hits",
+    "drafted_tokens": "spec_decode_num_draft_tokens",
+    "accepted_draft_tokens": "spec_decode_num_accepted_tokens",
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "request_duration_seconds": "e2e_request_latency_seconds",
+    "request_prompt_tokens": "request_prompt_tokens",
+    "request_generated_tokens": "request_generation_tokens",
+}
+#: our finish reasons -> theirs; a call is a stop there
+_REASONS = {"tool_calls": "stop"}
+
+
+def aliases(
+    model: str,
+    gauges: Iterable[tuple[str, str, float]],
+    counters: Iterable[tuple[str, str, float]],
+    histograms: Iterable[Histogram],
+    finished: dict[str, int],
+) -> Iterator[Any]:
+    """Metric families; gauges and counters are (our name, help, value)."""
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
+
+    names, values = ["model_name", "engine"], [model, "0"]
+    for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, text, value in rows:
+            if name in ALIASES:
+                family = kind(f"vllm:{ALIASES[name]}", text, labels=names)
+                family.add_metric(values, value)
+                yield family
+    for histogram in histograms:
+        family = HistogramMetricFamily(
+            f"vllm:{ALIASES[histogram.name]}", histogram.help_text, labels=names
+        )
+        family.add_metric(values, *histogram.buckets())
+        yield family
+    reasons: dict[str, int] = {}
+    for reason, count in finished.items():
+        name = _REASONS.get(reason, reason)
+        reasons[name] = reasons.get(name, 0) + count
+    success = CounterMetricFamily(
+        "vllm:request_success", "Finished choices by reason.", labels=[*names, "finished_reason"]
+    )
+    for reason, count in reasons.items():
+        success.add_metric([*values, reason], count)
+    yield success
