@@ -56,11 +56,11 @@ def aliases(
                 family.add_metric(values, value)
                 yield family
     for histogram in histograms:
-        family = HistogramMetricFamily(
+        buckets = HistogramMetricFamily(
             f"vllm:{ALIASES[histogram.name]}", histogram.help_text, labels=names
         )
-        family.add_metric(values, *histogram.buckets())
-        yield family
+        buckets.add_metric(values, *histogram.buckets())
+        yield buckets
     reasons: dict[str, int] = {}
     for reason, count in finished.items():
         name = _REASONS.get(reason, reason)
