@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -22,6 +22,14 @@ SaveHost = Annotated[
     str | None,
     Parameter(name="--save-host-text", help="also write what this host printed to FILE"),
 ]
+Engine = Annotated[
+    Literal["sglang", "vllm"] | None,
+    Parameter(name="--engine", help="audit this stock engine's command line too"),
+]
+EngineArgs = Annotated[
+    str,
+    Parameter(name="--engine-args", allow_leading_hyphen=True, help="that command line, in quotes"),
+]
 Deep = Annotated[
     bool,
     Parameter(name="--deep", negative="", help="prove peer access by bytes; GPUs are busy"),
@@ -36,17 +44,23 @@ def doctor(
     deep: Deep = False,
     host_text: HostFile = None,
     save_host_text: SaveHost = None,
+    engine: Engine = None,
+    engine_args: EngineArgs = "",
     flags: EngineFlags = NO_FLAGS,
     as_json: Json = False,
 ) -> Result:
     """What this machine and this model meet: chosen kernels, refused ones with all reasons.
 
-    Example: metainfer doctor --model smollm2-135m
+    Example: metainfer doctor --machine 8x-l20 --engine sglang --engine-args "--model-path M --tp 8"
     """
     from metainfer.doctor import elsewhere, report
+    from metainfer.doctor.stock.audit import StockRequest
     from metainfer.doctor.text_report import text
     from metainfer.platform import host_text as texts
 
+    if engine is None and engine_args:
+        raise UsageError("--engine-args belongs to no engine.", "Say --engine sglang or vllm.")
+    stock = None if engine is None else StockRequest(engine, engine_args, model or "")
     intent = None if model is None else flags.intent(model)
     if save_machine is not None:
         elsewhere.save(machine, save_machine, flags.platform)
@@ -58,7 +72,7 @@ def doctor(
             )
         _write(save_host_text, texts.render(texts.read_host_text(software=_software())))
     read = None if host_text is None else texts.read_file(Path(host_text))
-    document = report.doctor(intent, machine, printed=read, deep=deep)
+    document = report.doctor(intent, machine, printed=read, deep=deep, stock=stock)
     shown = text(document)
     for key, name, file in (
         ("saved", "machine file", save_machine),

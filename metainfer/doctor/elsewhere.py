@@ -14,6 +14,7 @@ from metainfer.doctor.model_view import ModelView, view_of
 
 if TYPE_CHECKING:
     from metainfer.core.intent import Intent
+    from metainfer.doctor.stock.audit import StockRequest
     from metainfer.engine.elsewhere import Elsewhere
     from metainfer.kernels.select import Selection
     from metainfer.platform.machine_file import MachineFile
@@ -23,7 +24,9 @@ ELSEWHERE = "Read it there: metainfer doctor --save-machine FILE.toml."
 _ROOM = ("does_not_fit", "unknown_memory")
 
 
-def doctor(intent: Intent | None, reference: str) -> dict[str, object]:
+def doctor(
+    intent: Intent | None, reference: str, stock: StockRequest | None = None
+) -> dict[str, object]:
     """The report on a described machine; what only its owner can read is said to be unknown.
 
     Raises:
@@ -41,7 +44,7 @@ def doctor(intent: Intent | None, reference: str) -> dict[str, object]:
     if intent is not None:
         ops, model, found = _kernels(there, intent)
         more += found
-    made = report.document(Inputs(facts=there.facts, model=model), ops, more)
+    made = report.document(Inputs(facts=there.facts, model=model), ops, more, stock)
     machine: dict[str, Any] = dict(made["machine"])  # type: ignore[call-overload]
     machine["name"] = there.machine.name
     machine["file"] = there.machine.source

@@ -27,10 +27,15 @@ def fact(facts: Facts, path: str) -> str:
             value = value.get(part)
         else:
             value = getattr(value, part)
-    origin, known = path, facts.origins
-    while origin and origin not in known:
-        origin = origin.rpartition(".")[0]
-    return f"{path} = {value} ({known.get(origin, 'origin not recorded')})"
+    return f"{path} = {value} ({origin_of(facts, path)})"
+
+
+def origin_of(facts: Facts, path: str) -> str:
+    """The origin of a value, or of the nearest part of its path that has one."""
+    part = path
+    while part and part not in facts.origins:
+        part = part.rpartition(".")[0]
+    return facts.origins.get(part, "origin not recorded")
 
 
 def smi_of(inputs: Inputs, bus_id: str | None) -> SmiGpu | None:

@@ -39,6 +39,7 @@ from metainfer.doctor.checks import (
 from metainfer.doctor.finding import Finding, Severity, blocker
 from metainfer.doctor.inputs import Inputs, from_text, gather
 from metainfer.doctor.model_view import view_of
+from metainfer.doctor.stock.audit import StockRequest, audit
 from metainfer.doctor.topology import topology
 from metainfer.kernels import explain
 from metainfer.kernels.impl import Quality
@@ -85,11 +86,13 @@ def doctor(
     *,
     printed: HostText | None = None,
     deep: bool = False,
+    stock: StockRequest | None = None,
 ) -> dict[str, object]:
     """Examine this machine, a described one or a host text, and the kernels a model would get.
 
     Args:
         printed: what a host printed; it is examined instead of this one, without a model's kernels.
+        stock: also audit another engine's command line against the same machine.
         deep: also prove peer access by bytes, in a child process; GPUs are busy meanwhile.
 
     Raises:
@@ -105,24 +108,25 @@ def doctor(
                 "A host text is examined by itself.",
                 "Leave out --machine, --model and --deep, or plan with a machine file.",
             )
-        return document(from_text(printed))
+        return document(from_text(printed), stock=stock)
     if machine is not None:
         if deep:
             raise UsageError(
                 "--deep tests the GPUs of this machine, and --machine describes another.",
                 "Run it there.",
             )
-        return elsewhere.doctor(intent, machine)
+        return elsewhere.doctor(intent, machine, stock)
     wanted = None if intent is None or intent.platform == "auto" else intent.platform
     inputs = gather(select_platform(wanted))
     if deep and inputs.facts.device.kind == CUDA and len(inputs.facts.devices) > 1:
         inputs = dataclasses.replace(inputs, proofs=prove_peers(len(inputs.facts.devices)))
     if intent is None:
-        return document(inputs)
+        return document(inputs, stock=stock)
     found = _resolved(intent)
     if isinstance(found, RefusedError):
-        return document(inputs, found)
-    return document(dataclasses.replace(inputs, model=view_of(found)), found.selection)
+        return document(inputs, found, stock=stock)
+    inputs = dataclasses.replace(inputs, model=view_of(found))
+    return document(inputs, found.selection, stock=stock)
 
 
 def _resolved(intent: Intent) -> Resolved | RefusedError:
@@ -149,9 +153,15 @@ def document(
     inputs: Inputs,
     ops: Selection | RefusedError | None = None,
     more: Iterable[Finding] = (),
+    stock: StockRequest | None = None,
 ) -> dict[str, object]:
     """The report. `ops`: the kernels chosen for a model, why there are none, or no model given."""
     found = [*run_checks(inputs), *more]
+    audited: dict[str, Any] = {}
+    if stock is not None:
+        environ = None if inputs.local is None else inputs.local.environ
+        audited = audit(inputs.facts, stock, environ)
+        found += audited.pop("findings")
     choices: Sequence[Choice] = ()
     rows: list[dict[str, object]] = []
     if isinstance(ops, RefusedError):
@@ -173,6 +183,7 @@ def document(
         "ops": rows,
         "bundle": dict(ops.bundle.layouts) if isinstance(ops, Selection) else None,
         "topology": topology(inputs),
+        **({"audit": audited} if audited else {}),
         "summary": summary(found, choices if isinstance(ops, Selection) else None),
     }
 

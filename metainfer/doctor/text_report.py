@@ -45,6 +45,8 @@ def _parts(report: dict[str, Any]) -> Iterable[Any]:
                     yield Padding(Text(line), (0, 0, 0, 4))
     if report["ops"]:
         yield from _operations(report["ops"])
+    if "audit" in report:
+        yield Text(report["audit"]["summary"])
     yield Text(report["summary"])
 
 
