@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,9 +34,23 @@ from metainfer.ops.out_group.ref import out_group
 attn_sparse = Candidate(ref.attn_sparse)
 
 
-@pytest.fixture(params=[ref, torch_sparse], ids=["ref", "torch"], autouse=True, scope="module")
-def implementation(request: pytest.FixtureRequest) -> None:
-    attn_sparse.op = request.param.attn_sparse
+PATHS: dict[str, tuple[Any, dict[str, int]]] = {
+    "ref": (ref, {}),
+    "torch": (torch_sparse, {}),
+    "torch-shared": (torch_sparse, {"SHARED": 1, "QUERIES": 3}),
+    "torch-not-held": (torch_sparse, {"SHARED": 1, "HELD": 0}),
+    "torch-tiny-blocks": (torch_sparse, {"SHARED": 3, "BLOCK": 1}),
+}
+
+
+@pytest.fixture(params=PATHS, autouse=True, scope="module")
+def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    module, limits = PATHS[request.param]
+    attn_sparse.op = module.attn_sparse
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setattr(torch_sparse, name, value)
+        yield
 
 
 def attend(

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from metainfer.kv.book.form import EntryForm
+from metainfer.kv.book.form import EntryForm, index_fp4, index_fp8, index_plain, latent_fp8
 from metainfer.kv.store.entries import EntryPages, StateRows
+from metainfer.kv.store.entry_codecs import rounded
+from metainfer.ops.common import hadamard
 from metainfer.ops.compress import ref, torch_compress
 from metainfer.ops.compress.ref import visible_entries
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
@@ -145,15 +147,18 @@ def test_token_by_token_and_every_offset(ratio: int, overlap: bool, total: int, 
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_length_can_be_set_back_by_the_rows_to_spare(overlap: bool, seed: int) -> None:
-    """Rejected drafts: other rows at the same positions, written over."""
-    q = sequence(seed, 24, 4, overlap, ring=5)
-    wrong = sequence(seed + 9, 24, 4, overlap, ring=5)
+@pytest.mark.parametrize("drafts", [1, 4, 7])
+def test_the_length_can_be_set_back_by_the_rows_to_spare(
+    overlap: bool, drafts: int, seed: int
+) -> None:
+    """Rejected drafts: other rows at the same positions, written over; windows closed by them."""
+    q = sequence(seed, 24, 4, overlap, ring=drafts)
+    wrong = sequence(seed + 9, 24, 4, overlap, ring=drafts)
     wrong.ape, wrong.weight = q.ape, q.weight
     for accepted in range(8, 16):
         caches = q.fresh()
         q.feed(caches, 0, accepted)
-        wrong.feed(caches, accepted, accepted + 5)
+        wrong.feed(caches, accepted, accepted + drafts)
         for t in range(accepted, 24):
             q.feed(caches, t, t + 1)
         assert torch.equal(q.entries(caches), q.run([]))
@@ -190,6 +195,33 @@ def test_a_batch_is_its_sequences(lengths: list[tuple[int, int]]) -> None:
         part.ape, part.weight, part.turn = one.ape, one.weight, turn
         want = part.run([])
         assert torch.equal(line(pages, tables[i], len(want)), want)
+
+
+FORMS = [latent_fp8(16, 8), index_fp4(16), index_fp8(16), index_plain(16, "float64")]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.layout)
+@settings(max_examples=10)
+@given(cuts=st.lists(st.integers(0, 33), max_size=5))
+def test_stored_bytes_do_not_depend_on_the_cut(form: EntryForm, cuts: list[int]) -> None:
+    """Scaled forms: the whole cache is equal, and it is the plain entries, mixed and rounded."""
+    q = sequence(5, 33, 4, True, d=16)
+    plain = q.run([])
+    q.form = form
+    caches, whole = q.fresh(), q.fresh()
+    for first, last in itertools.pairwise([0, *sorted(cuts), 33]):
+        q.feed(caches, first, last)
+    q.feed(whole, 0, 33)
+    assert torch.equal(caches[1].data.view(torch.uint8), whole[1].data.view(torch.uint8))
+    want = rounded(form, hadamard(plain) if form.hadamard else plain)
+    assert torch.equal(q.entries(caches).double(), want)
+
+
+def test_rows_may_be_slices_of_a_fused_projection(seed: int) -> None:
+    q = sequence(seed, 21, 4, True)
+    want = q.run([])
+    q.kv, q.gate = torch.cat((q.kv, q.gate, q.kv), dim=1)[:, :24].split(12, dim=1)
+    assert not q.kv.is_contiguous() and torch.equal(q.run([5, 6]), want)
 
 
 def test_visible_entries_are_those_of_closed_windows() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from deepseek_oracle import TIGHT, config, filled, lifted, noise, table, theirs
@@ -20,9 +22,16 @@ from metainfer.ops.indexer.ref import scores
 index_query, index_select = Candidate(ref.index_query), Candidate(ref.index_select)
 
 
-@pytest.fixture(params=[ref, torch_select], ids=["ref", "torch"], autouse=True, scope="module")
-def implementation(request: pytest.FixtureRequest) -> None:
-    index_query.op, index_select.op = request.param.index_query, request.param.index_select
+@pytest.fixture(
+    params=[(ref, 0), (torch_select, 1 << 22), (torch_select, 1)],
+    ids=["ref", "torch", "torch-row-by-row"], autouse=True, scope="module",
+)  # fmt: skip
+def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    module, block = request.param
+    index_query.op, index_select.op = module.index_query, module.index_select
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_select, "BLOCK", block)
+        yield
 
 
 def call(
