@@ -35,16 +35,26 @@ def test_all_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = EngineFlags(
         context=4096, concurrency=8, kv_memory="1GiB", chunk_tokens=512, page_tokens=16, threads=2,
         goal="latency", dtype="bfloat16", op=("linear=x",), layout=("weight=y",),
-        allow_fallback=("norm",), no_prefix_cache=True,
+        allow_fallback=("norm",), no_prefix_cache=True, draft="ngram:3",
     )  # fmt: skip
     intent = flags.intent("m")
     assert intent.origin("platform") is Origin.ENV and intent.platform == "cuda"
-    for name in ("context", "concurrency", "kv_bytes", "chunk_tokens", "dtype", "ops", "threads"):
+    for name in (
+        "context",
+        "concurrency",
+        "kv_bytes",
+        "chunk_tokens",
+        "dtype",
+        "ops",
+        "threads",
+        "draft",
+    ):
         assert intent.origin(name) is Origin.FLAG, name
     assert (intent.kv_bytes, intent.ops, intent.layouts) == (
         2**30, {"linear": "x"}, {"weight": "y"}
     )  # fmt: skip
     assert intent.allow_fallback == ("norm",) and not intent.prefix_cache
+    assert intent.draft == "ngram:3"
     named = EngineFlags(platform="cpu").intent("m")
     assert named.platform == "cpu" and named.origin("platform") is Origin.FLAG
 

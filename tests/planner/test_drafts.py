@@ -1,0 +1,144 @@
+"""B-22: what is asked of speculation becomes one value on the record, or a refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from metainfer.core.errors import RefusedError, UsageError, UserError
+from metainfer.core.intent import Intent
+from metainfer.core.ledger import Decision, Origin
+from metainfer.core.plan import DraftPlan
+from metainfer.core.step import Phase
+from metainfer.kernels.audit import target_facts
+from metainfer.kernels.impl import Evidence
+from metainfer.kernels.select import Policy
+from metainfer.kv.book.form import plain
+from metainfer.kv.book.spec import CacheSpec, GroupKind, Rewind, form_groups
+from metainfer.ops.catalog import builtin_registry
+from metainfer.planner.drafts import MOST, DraftModule, check_rewind
+from metainfer.planner.opening import open_model
+from metainfer.planner.resolve import Resolved, resolve
+
+REFERENCE = "random:qwen3-8b?layers=2"
+MODEL = open_model(REFERENCE).facts
+ANY_DEPTH, BLOCK = DraftModule(), DraftModule(block=5)
+
+
+def resolved(draft: str | None, module: DraftModule | None = None, **intent: Any) -> Resolved:
+    facts = target_facts("sm_120", {"triton": "3.7.1", "torch": "2.13.0"})
+    facts = replace(facts, devices=(replace(facts.device, memory_bytes=96 << 30),))
+    policy = Policy(min_evidence=Evidence.NONE, allow_fallback=frozenset({"all"}))
+    wish = Intent(model=REFERENCE, draft=draft, **intent)
+    return resolve(wish, replace(MODEL, draft=module), facts, builtin_registry(), policy)
+
+
+def decision(found: Resolved) -> Decision:
+    (only,) = [d for d in found.plan.decisions if d.key == "draft"]
+    return only
+
+
+@pytest.mark.parametrize(
+    ("wish", "module", "method", "depth", "said"),
+    [
+        (None, None, "off", 0, "off by default"),
+        (None, ANY_DEPTH, "off", 0, "off by default"),
+        ("off", None, "off", 0, "asked for"),
+        ("ngram", None, "ngram", 4, "the depth is a seed, 4"),
+        ("ngram:1", None, "ngram", 1, "asked for 'ngram:1'"),
+        ("ngram:7", None, "ngram", 7, "asked for 'ngram:7'"),
+        ("3", None, "ngram", 3, "asked for '3'"),
+        ("ngram:6", BLOCK, "ngram", 6, "asked for 'ngram:6'"),
+        ("mtp", ANY_DEPTH, "mtp", 4, "the depth is a seed, 4"),
+        ("mtp:2", ANY_DEPTH, "mtp", 2, "asked for 'mtp:2'"),
+        ("mtp", BLOCK, "mtp", 5, "the depth is the module's block, 5"),
+        ("mtp:5", BLOCK, "mtp", 5, "block, 5"),
+    ],
+)
+def test_b22_wish_to_effective(
+    wish: str | None, module: DraftModule | None, method: str, depth: int, said: str
+) -> None:
+    found = resolved(wish, module)
+    assert found.plan.draft == DraftPlan(method=method, depth=depth)
+    assert said in decision(found).why
+    assert decision(found).origin is (Origin.DEFAULT if wish is None else Origin.FLAG)
+    assert decision(found).value == (f"{method}:{depth}" if depth else "off")
+
+
+@pytest.mark.parametrize(
+    ("wish", "module", "kind", "said"),
+    [
+        ("", None, UsageError, "not known"),
+        ("eagle", None, UsageError, "'eagle' is not known"),
+        ("NGRAM:4", None, UsageError, "not known"),
+        ("off:1", None, UsageError, "not known"),
+        ("ngram:", None, UsageError, "no tokens; it must be 1 to 7"),
+        ("ngram:0", None, UsageError, "1 to 7"),
+        ("0", None, UsageError, "1 to 7"),
+        ("ngram:8", None, UsageError, "asks for 8"),
+        ("ngram:-1", None, UsageError, "1 to 7"),
+        ("ngram:two", None, UsageError, "1 to 7"),
+        ("ngram:4:2", None, UsageError, "1 to 7"),
+        ("mtp", None, RefusedError, "no draft module"),
+        ("mtp:4", BLOCK, RefusedError, "proposes 5 tokens at once, not 4"),
+        ("mtp:7", BLOCK, RefusedError, "proposes 5 tokens at once, not 7"),
+    ],
+)
+def test_b22_refused(
+    wish: str, module: DraftModule | None, kind: type[UserError], said: str
+) -> None:
+    with pytest.raises(kind, match=said) as caught:
+        resolved(wish, module)
+    assert "--draft" in caught.value.remedy
+
+
+def test_b22_what_does_not_fit_is_lowered_on_the_record() -> None:
+    found = resolved("ngram:6", chunk_tokens=4, concurrency=2)
+    assert found.plan.draft.depth == 3
+    assert "6 lowered to 3: a step of 4 tokens holds no more" in decision(found).why
+    assert "lowered to 2: a context of 4 tokens" in decision(resolved("ngram:6", context=4)).why
+    with pytest.raises(UsageError, match="a step of 1 tokens has no room"):
+        resolved("ngram:6", chunk_tokens=1, concurrency=1)
+    with pytest.raises(UsageError, match="has no room for 5"):  # a block cannot be lowered
+        resolved("mtp", BLOCK, chunk_tokens=4, concurrency=2)
+
+
+@pytest.mark.parametrize("depth", [0, 1, MOST])
+def test_b22_every_consumer_reads_the_effective_value(depth: int) -> None:
+    """Width of verify ops, logits rows in the memory ledger, the phases that exist."""
+    found = resolved(f"ngram:{depth}" if depth else None, concurrency=8)
+    off = resolved(None, concurrency=8)
+    asked = {c.request.phase: c.request for c in found.selection.bundle.choices}
+    assert (Phase.VERIFY in asked) is bool(depth)
+    if depth:
+        sampled = [
+            c.request.shape["rows"]
+            for c in found.selection.bundle.choices
+            if c.request.op == "sample" and c.request.phase is Phase.VERIFY
+        ]
+        assert sampled == [8 * (1 + depth)]
+    (transient,) = [row.bytes for row in found.plan.ledger if row.kind == "transient"]
+    (plain_one,) = [row.bytes for row in off.plan.ledger if row.kind == "transient"]
+    more = found.arch.activation_bytes(0, 8 * depth, 2)
+    assert transient - plain_one == more
+
+
+def states(ring: int, rewind: Rewind = Rewind.CURSOR) -> CacheSpec:
+    return CacheSpec(
+        layer=0, name="rows", kind=GroupKind.STATE, form=plain("rows@1", 8, "float32"), rows=8,
+        rewind=rewind, ring_tokens=ring,
+    )  # fmt: skip
+
+
+def test_b22_a_ring_must_take_back_every_draft() -> None:
+    deep = DraftPlan(method="ngram", depth=7)
+    check_rewind(deep, form_groups((states(7),), page_tokens=16))
+    check_rewind(deep, form_groups((states(0, Rewind.SNAPSHOT),), page_tokens=16))
+    with pytest.raises(RefusedError, match="take back 6") as caught:
+        check_rewind(deep, form_groups((states(6),), page_tokens=16))
+    assert "ngram:6" in caught.value.remedy
+    with pytest.raises(RefusedError) as caught:
+        check_rewind(deep, form_groups((states(0),), page_tokens=16))
+    assert "--draft off" in caught.value.remedy
