@@ -122,7 +122,7 @@ def check(
         return verdict
     # The other legal arithmetic: activations rounded, weights exactly as stored.
     stored = torch.float64 if kind == torch.float64 else torch.float32
-    second = _compare(case, ours, layouts, *pair, rounded, kind, stored)
+    second = _compare(case, ours, layouts, pair[0], pair[1], rounded, kind, stored)
     return second if second.accepted else verdict & second
 
 

@@ -32,7 +32,7 @@ def hyper_pre(
     m = _project(r, fn, norm_eps)  # [T, (N + 2) N]
     m = torch.addcmul(base.to(r.dtype), m, scale.to(r.dtype)[kinds])
     post = torch.sigmoid(m[:, n : 2 * n]).mul_(2)  # [T, N]
-    comb = torch.softmax(m[:, 2 * n :].unflatten(1, (n, n)), dim=-1).add_(eps)
+    comb = torch.softmax(m[:, 2 * n :].reshape(-1, n, n), dim=-1).add_(eps)
     flat = comb.flatten(1).T.contiguous()  # [N N, T]
     floor = torch.full_like(flat[:1], eps)
     sums = torch.empty_like(flat)
@@ -41,7 +41,7 @@ def hyper_pre(
         flat.div_(sums)
     x = _collapse(r, torch.sigmoid(m[:, :n]).add_(eps))
     x = F.rms_norm(x, (x.shape[1],), norm_weight.to(x.dtype), norm_eps)
-    return x.to(streams.dtype), post, flat.T.reshape(-1, n, n)
+    return x.to(streams.dtype), post, flat.T.contiguous().view(-1, n, n)
 
 
 def hyper_mix(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:

@@ -22,6 +22,6 @@ def linear_f32(x: Tensor, weight: PackedWeight) -> Tensor:
     if matrix.dtype == rows.dtype:
         return F.linear(rows, matrix, weight.bias)
     step = max(TILE_ELEMENTS // max(matrix.shape[1], 1), 1)
-    parts = [rows @ tile.to(rows.dtype).T for tile in matrix.split(step)]
+    parts = [rows @ tile.to(rows.dtype).T for tile in torch.split(matrix, step)]
     out = torch.cat(parts, dim=1)
     return out if weight.bias is None else out.add_(wide(weight.bias))

@@ -2,7 +2,9 @@
 as plain matrices and in every block format, with widths that do not fill a block.
 
 Where activations are rounded, a hidden value beside the middle of two e4m3 numbers may go either
-way; such inputs are drawn again, so that float32 has the truth's choice.
+way; such inputs are drawn again, so that float32 has the truth's choice. Scales are powers of two
+and e4m3 is itself a floating type, so groups show in the smallest values of a group alone: `x` has
+an outlier that no weight reads, and the last channels of a wide hidden activation are tiny.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from metainfer.ops.moe_experts.ref import moe_experts, moe_experts_rounded
 
 NAN = float("nan")
 TRIES = 200
+OUTLIER, LARGE = 5, 12288.0
+"""A channel, and a value beside which those of its group are coarse."""
+TINY = 2.0**-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ SIZES = (
     Sizes(3, 3, 2, 48, 48, 10.0, scheme="nvfp4"),
     Sizes(2, 2, 1, 64, 32, scheme="nvfp4_compressed"),
     Sizes(3, 4, 2, 192, 72, 2.0, idle=1, scheme="fp8_128"),
+    Sizes(2, 2, 1, 64, 160, 10.0, scheme="fp8_128"),
     Sizes(2, 3, 2, 96, 32, 10.0, scheme="fp8_32"),
     Sizes(2, 2, 2, 64, 40, 10.0, scheme="fp8_128_f32"),
 )
@@ -97,6 +103,10 @@ def _drawn(g: torch.Generator, s: Sizes) -> _Drawn:
     ids = torch.stack(picks).int() if picks else torch.empty(0, s.k, dtype=torch.int32)
     if s.padding:
         ids[-s.padding :] = -1
+    if s.scheme in FORMATS:
+        x[:, OUTLIER], w13[..., OUTLIER] = LARGE, 0
+        w13[:, :, 128:] *= TINY
+        w2[..., 128:] /= TINY**2
     idle = [e for e in range(s.e) if not bool((ids == e).any())]
     w13[idle], w2[idle] = NAN, NAN
     weights = torch.softmax(normal(g, s.rows, s.k), -1).float() * 1.5
@@ -123,7 +133,10 @@ def _steady(
         if s.limit:
             gate, up_ = gate.clamp(max=s.limit), up_.clamp(-s.limit, s.limit)
         hidden = F.silu(gate) * up_ * weights[token, slot]
-        slack = 3e-7 * hidden.abs().max() + 1e-6 * hidden.abs()
+        most = torch.cat(
+            [part.abs().amax().expand(len(part)) for part in torch.split(hidden, group)]
+        )
+        slack = 3e-7 * most + 1e-6 * hidden.abs()
         above, below = (round_activations(hidden + side * slack, group) for side in (1, -1))
         if not torch.equal(above, below):
             return False

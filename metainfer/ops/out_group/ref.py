@@ -14,6 +14,6 @@ def out_group(o: Tensor, weight: PackedWeight, *, groups: int) -> Tensor:
 
     Rows ``g R .. (g + 1) R - 1`` of the weight belong to group g.
     """
-    matrices = wide(weight.data["weight"]).unflatten(0, (groups, -1))  # [G, R, K]
+    matrices = wide(weight.data["weight"]).view(groups, -1, weight.shape[1])  # [G, R, K]
     rows = wide(o).reshape(-1, groups, weight.shape[1])  # [T, G, K]
     return torch.einsum("tgk,grk->tgr", rows, matrices).flatten(1).to(o.dtype)

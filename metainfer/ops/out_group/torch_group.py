@@ -26,6 +26,6 @@ def out_group_stored(o: Tensor, weight: PackedWeight, *, groups: int) -> Tensor:
 
 
 def _batched(o: Tensor, weight: Tensor, groups: int) -> Tensor:
-    matrices = weight.unflatten(0, (groups, -1))  # [G, R, K]
+    matrices = weight.view(groups, -1, weight.shape[1])  # [G, R, K]
     rows = o.reshape(o.shape[0], groups, weight.shape[1]).transpose(0, 1)  # [G, T, K]
     return torch.bmm(rows, matrices.transpose(1, 2)).transpose(0, 1).flatten(1)
