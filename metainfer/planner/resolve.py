@@ -286,8 +286,10 @@ class _Resolver:
         )
         return groups, sized, transient
 
-    def graph_buckets(self, selection: Selection, running: int) -> tuple[int, ...]:
-        chosen = decode_graphs(selection, self.facts.device.kind, running)
+    def graph_buckets(
+        self, selection: Selection, running: int, draft: DraftPlan
+    ) -> tuple[int, ...]:
+        chosen = decode_graphs(selection, self.facts.device.kind, running, draft)
         origin = Origin.SEED if chosen.buckets else Origin.DERIVED
         self.ledger.record(
             "graph_buckets", chosen.buckets or "none", origin, chosen.why, chosen.losers
@@ -411,7 +413,7 @@ def resolve(
             )
             for c in selection.bundle.choices
         },
-        graph_buckets=resolver.graph_buckets(selection, limits.max_running),
+        graph_buckets=resolver.graph_buckets(selection, limits.max_running, draft),
         limits=limits,
         draft=draft,
         ledger=(*weights, *kv_rows(sized.sizes, sized.tokens), transient),

@@ -125,6 +125,22 @@ def test_b22_every_consumer_reads_the_effective_value(depth: int) -> None:
     assert transient - plain_one == more
 
 
+def test_graphs_that_drafts_cost_are_on_the_record() -> None:
+    """Law 1: decode graphs that a draft model prevents, verify graphs that do not exist."""
+
+    def graphs(found: Resolved) -> Decision:
+        (only,) = [d for d in found.plan.decisions if d.key == "graph_buckets"]
+        return only
+
+    assert not graphs(resolved(None)).losers
+    drafted = resolved("ngram:3")
+    assert drafted.plan.graph_buckets == resolved(None).plan.graph_buckets != ()
+    (loser,) = graphs(drafted).losers
+    assert loser.value == "verify graphs"
+    module = resolved("mtp", ANY_DEPTH)
+    assert module.plan.graph_buckets == () and "hidden rows" in graphs(module).why
+
+
 def states(ring: int, rewind: Rewind = Rewind.CURSOR) -> CacheSpec:
     return CacheSpec(
         layer=0, name="rows", kind=GroupKind.STATE, form=plain("rows@1", 8, "float32"), rows=8,
