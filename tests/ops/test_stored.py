@@ -76,6 +76,14 @@ def test_values_are_the_codecs(
     assert got.dtype == torch.bfloat16 and torch.equal(got, decode(raws[0]).bfloat16()[ids])
 
 
+def test_tensors_that_begin_at_an_odd_byte(seed: int) -> None:
+    """Bytes are looked up in pairs, which must not stand across a pair of the storage."""
+    raws = [random_tensor("mxfp4", n, 2, seed % 1000 + n) for n in (3, 4, 1)]
+    weight = packed(raws)
+    for index, raw in enumerate(raws):
+        assert torch.equal(stored.part(weight, index), decode(raw))
+
+
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_codecs_are_the_oracle_s(name: str, seed: int) -> None:
     tensor = random_tensor(name, 70, 96, seed % 1000)
