@@ -19,6 +19,9 @@ from metainfer.text.tokenizer import Tokenizer
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SWITCHES = ("thinking", "enable_thinking")  # names of the thinking switch among template variables
 
+#: Marks the end of an answer that goes on, so that the template's own text is cut off after it.
+_HERE = "\ufdef goes on here \ufdef"
+
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
@@ -111,15 +114,17 @@ class JinjaFormat:
     def encode(self, conversation: Conversation) -> Prompt:
         """The rendered template, read with special tokens."""
         variables = {**self._switches(conversation), **conversation.variables}
-        last = conversation.turns[-1]
+        messages = list(map(_message, conversation.turns))
+        if conversation.continue_last:
+            messages[-1]["content"] += _HERE
         text = self.template.render(
-            [_message(turn) for turn in conversation.turns],
+            messages,
             tools=[{"type": "function", "function": tool} for tool in conversation.tools],
             add_generation_prompt=conversation.open_answer and not conversation.continue_last,
             **variables,
         )
         if conversation.continue_last:
-            text = _up_to(text, last.text)
+            text = _up_to_mark(text)
         ids = self._tokenizer.encode(text, add_special=False)
         opening = Opening.CONTENT if conversation.continue_last else self._opening(text)
         return Prompt(ids, opening, conversation.continue_last)
@@ -184,15 +189,13 @@ def _arguments(call: ToolUse) -> Any:
         return call.arguments
 
 
-def _up_to(text: str, last: str) -> str:
-    """`text` up to the end of the last answer; templates may strip what surrounds it."""
-    for wanted in (last, last.strip()):
-        place = text.rfind(wanted) if wanted else -1
-        if place >= 0:
-            return text[: place + len(wanted)]
+def _up_to_mark(text: str) -> str:
+    place = text.rfind(_HERE)
+    if place >= 0:
+        return text[:place]
     raise RequestError(
-        "The chat template does not show the last message as it was sent, or it is empty.",
-        "Send it without leading or trailing space, or leave out continue_final_message.",
+        "The chat template does not show the last message as it was sent.",
+        "Leave out continue_final_message.",
         param="continue_final_message",
         code="chat_template_error",
     )

@@ -71,7 +71,7 @@ class Buffer:
 
     def until(self, needles: Sequence[str]) -> tuple[str, str | None]:
         """(text before the first needle, the needle), both consumed; without one (text that
-        can no longer belong to a needle, None)."""
+        can no longer belong to a needle, None). No needle begins another."""
         text = self._text
         pattern, firsts = _search(tuple(needles))
         if not any(first in text for first in firsts):  # nearly always
@@ -96,7 +96,5 @@ class Buffer:
 @lru_cache(maxsize=64)
 def _search(needles: tuple[str, ...]) -> tuple[re.Pattern[str], tuple[str, ...]]:
     """(a pattern of all needles, the characters that they begin with)."""
-    # Longer ones first, so that no needle hides one that it begins.
-    ordered = sorted(needles, key=len, reverse=True)
-    firsts = tuple(dict.fromkeys(needle[0] for needle in ordered))
-    return re.compile("|".join(map(re.escape, ordered))), firsts
+    firsts = tuple(dict.fromkeys(needle[0] for needle in needles))
+    return re.compile("|".join(map(re.escape, needles))), firsts

@@ -35,6 +35,8 @@ def test_only_tokens_are_symbols(tokenizer: Tokenizer) -> None:
     shown = f"é{symbol(0)}名{symbol(1)}<{symbol(2)}x> \ufffd"
     for ids, expected in ((read, shown), (spelled, text.replace("\ufdd0", "\ufffd"))):
         # "</s>" is a special token and no marker: shown only where it was spelled.
+        at_once = MarkedDetokenizer(tokenizer, markers)
+        assert at_once.push(ids) + at_once.flush() == expected
         for _ in range(20):
             detokenizer = MarkedDetokenizer(tokenizer, markers)
             got, at = "", 0
