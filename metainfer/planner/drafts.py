@@ -74,8 +74,8 @@ def decide(
         RefusedError: the model has no draft module, or one of another block.
     """
     if wish is None or parse(wish)[0] == OFF:
-        why = "off by default: its gain depends on the text" if wish is None else "asked for"
-        ledger.record("draft", OFF, Origin.DEFAULT if wish is None else origin, why)
+        said = "off by default: its gain depends on the text" if wish is None else "asked for"
+        ledger.record("draft", OFF, Origin.DEFAULT if wish is None else origin, said)
         return DraftPlan(method=OFF, depth=0)
     method, asked = parse(wish)
     why = [f"asked for {wish!r}"]
