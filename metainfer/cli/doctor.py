@@ -34,6 +34,7 @@ Deep = Annotated[
     bool,
     Parameter(name="--deep", negative="", help="prove peer access by bytes; GPUs are busy"),
 ]
+Html = Annotated[str | None, Parameter(name="--html", help="also write the report as a page")]
 
 
 def doctor(
@@ -42,6 +43,7 @@ def doctor(
     machine: MachineName = None,
     save_machine: SaveMachine = None,
     deep: Deep = False,
+    html: Html = None,
     host_text: HostFile = None,
     save_host_text: SaveHost = None,
     engine: Engine = None,
@@ -54,6 +56,7 @@ def doctor(
     Example: metainfer doctor --machine 8x-l20 --engine sglang --engine-args "--model-path M --tp 8"
     """
     from metainfer.doctor import elsewhere, report
+    from metainfer.doctor.page import page
     from metainfer.doctor.stock.audit import StockRequest
     from metainfer.doctor.text_report import text
     from metainfer.platform import host_text as texts
@@ -74,9 +77,12 @@ def doctor(
     read = None if host_text is None else texts.read_file(Path(host_text))
     document = report.doctor(intent, machine, printed=read, deep=deep, stock=stock)
     shown = text(document)
+    if html is not None:
+        _write(html, page(document))
     for key, name, file in (
         ("saved", "machine file", save_machine),
         ("host_text", "host text", save_host_text),
+        ("html", "page", html),
     ):
         if file is not None:
             document[key] = file

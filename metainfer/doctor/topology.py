@@ -35,7 +35,7 @@ def topology(inputs: Inputs) -> list[dict[str, object]]:
         link, fault = _gpu_link(links.get(index), pci)
         blocked = [port for port in chain if port.redirects and port.port != UPSTREAM]
         if blocked:
-            fault = "; ".join(filter(None, (fault, f"ACS redirects at {blocked[0].address}")))
+            fault = "; ".join(filter(None, (fault, f"ACS at {blocked[0].address[5:]}")))
         _add(rows, f"gpu{index}", "gpu", f"GPU {index}: {device.name}", parent, link, fault)
     return list(rows.values())
 
@@ -64,7 +64,7 @@ def _gpu_link(link: LinkFacts | None, pci: PciDevice | None) -> tuple[str, str]:
         return _link(pci.speed, pci.width, pci.max_width)
     if link is not None and link.max_width is not None:
         most = f"at most Gen{link.max_generation or '?'} x{link.max_width}"
-        return f"{most}, as trained unknown", ""
+        return f"{most}, now unknown", ""
     return UNKNOWN_LINK, ""
 
 

@@ -26,7 +26,7 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
     ("generate",): ENGINE | SAMPLING | {"--prompt", "--stop", "--chat", "--json"},
     ("chat",): ENGINE | SAMPLING | {"--system", "--json"},
     ("doctor",): ENGINE | {
-        "--model", "--machine", "--save-machine", "--deep", "--host-text",
+        "--model", "--machine", "--save-machine", "--deep", "--html", "--host-text",
         "--save-host-text", "--engine", "--engine-args", "--json",
     },
     ("plan",): ENGINE | {"--model", "--machine", "--json"},

@@ -32,7 +32,7 @@ def check(inputs: Inputs) -> list[Finding]:
     what = "whether access control (ACS) redirects peer traffic"
     tree = None if inputs.text is None else read_tree(inputs.text)
     if tree is None:
-        proof = "" if inputs.text is None else inputs.text.why_not(LSPCI)
+        proof = "no host text" if inputs.text is None else inputs.text.why_not(LSPCI)
         return [unknown("link.acs", "PCIe ports", what, READ_AS_ROOT, proof)]
     below: dict[str, set[int]] = {}
     ports: dict[str, PciDevice] = {}
