@@ -14,14 +14,14 @@ from metainfer.core.plan import LedgerRow
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Layout
 from metainfer.kv.book.capacity import CacheSizes, longest, steady_pages
-from metainfer.kv.book.spec import GroupKind, GroupSpec
+from metainfer.kv.book.spec import GroupKind, GroupSpec, hit_grid
 from metainfer.models.arch import Arch
 
 RESERVE_PART = 0.08
 """Share of device memory left to the framework's context and fragmentation (seed)."""
 
-SNAPSHOT_PART = 1 / 16
-"""Share of the cache that snapshots of slot states may take (seed)."""
+HIT_PART = 1 / 16
+"""Share of the cache for what windows and slot states keep beside running sequences (seed)."""
 
 PLAIN_BYTES = {"float32": 4, "int64": 8}
 """Types of small parameters that do not follow the model's (`WeightSpec.dtype`)."""
@@ -70,10 +70,12 @@ def size_cache(
     context: int,
     running: int,
     step_tokens: int,
+    caching: bool = True,
 ) -> CacheBudget:
     """Pages per group within `budget_bytes`, or as many as `running` full sequences could use.
 
-    Groups share the budget in proportion to what a full sequence needs of each.
+    Groups share the budget in proportion to what a full sequence needs of each. With `caching`,
+    windows and states get room for what hits need beside running sequences.
 
     Raises:
         RefusedError: one sequence of `context` tokens does not fit; says what would.
@@ -83,15 +85,21 @@ def size_cache(
         for group in groups
     ]
     full = sum(pages * group.page_bytes for pages, group in zip(wanted, groups, strict=True))
+    kept = _kept_for_hits(groups, context * running, budget_bytes if caching else 0)
+    places = [
+        count if g.kind is GroupKind.STATE else 0 for count, g in zip(kept, groups, strict=True)
+    ]
+    further = [
+        0 if g.kind is GroupKind.STATE else count for count, g in zip(kept, groups, strict=True)
+    ]
     states = sum((running + 1) * group.slot_bytes for group in groups)
-    places = _snapshot_places(groups, context * running, budget_bytes)
-    states += sum(count * group.snapshot_bytes for count, group in zip(places, groups, strict=True))
+    states += sum(_kept_bytes(group, count) for group, count in zip(groups, kept, strict=True))
     limited_by = "concurrency times context"
-    pages = wanted
+    part = 1.0
     if full + states > budget_bytes:
         limited_by = "memory"
         part = max(0.0, (budget_bytes - states) / full)
-        pages = [int(count * part) for count in wanted]
+    pages = [int(count * part) + more for count, more in zip(wanted, further, strict=True)]
     sizes = CacheSizes(
         groups=tuple(groups), pages=tuple(pages), snapshots=tuple(places), slots=running
     )
@@ -112,15 +120,28 @@ def size_cache(
     return CacheBudget(sizes, _spread_tokens(sizes), limited_by)
 
 
-def _snapshot_places(groups: Sequence[GroupSpec], tokens: int, budget_bytes: int) -> list[int]:
-    """Places for snapshots: one for each position of `tokens` cached tokens at which a hit may
-    start, within `SNAPSHOT_PART` of the cache. Groups that need none have none."""
-    each = sum(group.snapshot_bytes for group in groups if group.snapshot_tokens)
-    most = int(budget_bytes * SNAPSHOT_PART) // each if each else 0
-    return [
-        min(most, tokens // group.snapshot_tokens) if group.snapshot_tokens else 0
-        for group in groups
-    ]
+def _kept_for_hits(groups: Sequence[GroupSpec], tokens: int, budget_bytes: int) -> list[int]:
+    """Snapshot places of each state group and further pages of each window group.
+
+    A hit needs a window's last pages and a snapshot of each state that is not clean; both are kept
+    for as many positions of the grid as `tokens` cached tokens have, within `HIT_PART`.
+    """
+    each = sum(_kept_bytes(group, _kept_each(group)) for group in groups)
+    positions = (
+        min(tokens // hit_grid(tuple(groups)), int(budget_bytes * HIT_PART) // each) if each else 0
+    )
+    return [positions * _kept_each(group) for group in groups]
+
+
+def _kept_each(group: GroupSpec) -> int:
+    """Pages or places of a group that one position of the grid needs."""
+    if group.kind is GroupKind.WINDOW:
+        return -(-(group.window - 1) // group.page_tokens)
+    return int(bool(group.snapshot_tokens))
+
+
+def _kept_bytes(group: GroupSpec, count: int) -> int:
+    return count * (group.page_bytes if group.kind is GroupKind.WINDOW else group.snapshot_bytes)
 
 
 def kv_rows(sizes: CacheSizes, tokens: int) -> list[LedgerRow]:

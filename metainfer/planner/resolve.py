@@ -280,6 +280,7 @@ class _Resolver:
             context=limits.max_context,
             running=limits.max_running,
             step_tokens=limits.step_tokens,
+            caching=self.intent.prefix_cache,
         )
         self.ledger.record(
             "kv_tokens", sized.tokens, Origin.DERIVED, f"limited by {sized.limited_by}"

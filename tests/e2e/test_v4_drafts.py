@@ -23,7 +23,6 @@ FIXED: Mapping[str, Any] = {
     "dtype": "float64",
     "context": 192,
     "layouts": PLAIN,
-    "allow_fallback": ("all",),
 }
 
 

@@ -60,7 +60,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
         concurrency=1,
         context=MILLION,
         layouts={"kv": "latent@1", "index": "index@1"},
-        allow_fallback=("all",),
     )
 
 

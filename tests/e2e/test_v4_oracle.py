@@ -104,7 +104,6 @@ def engine_of(folder: Path, dtype: str, chunk: int, **intent: Any) -> tuple[Engi
         context=1024,
         prefix_cache=False,
         layouts=PLAIN,
-        allow_fallback=("all",),
         **intent,
     )
     return engine, Recorder().attach(engine)

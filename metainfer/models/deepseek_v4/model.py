@@ -212,4 +212,5 @@ class DeepSeekV4Model:
         routed: Tensor = ops.moe_experts(x, ids, weights, layer.w13, layer.w2, limit=arch.limit)
         limit = arch.limit if arch.clamp_shared else 0.0
         hidden = ops.swiglu_clamp(ops.linear(x, layer.shared13), limit)
-        return routed + ops.linear(hidden, layer.shared2)
+        y: Tensor = routed + ops.linear(hidden, layer.shared2)
+        return y
