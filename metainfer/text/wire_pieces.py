@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ KNOWN: Mapping[str, tuple[int, str]] = {
 @dataclass(frozen=True, slots=True)
 class WirePieces:
     """`efforts` maps an effort to its prefix; one that is missing cannot be asked for.
-    `source` is None when nobody had the pieces."""
+    `source` is None when nobody had the pieces; `reasons` are those of sources not taken."""
 
     tools_head: str = ""
     tools_tail: str = ""
@@ -82,7 +82,7 @@ def find_pieces(
     except _Unusable as reason:
         reasons.append(str(reason))
     try:
-        return _from_recipe(recipe or _import_recipe, ladder)
+        return replace(_from_recipe(recipe or _import_recipe, ladder), reasons=tuple(reasons))
     except _Unusable as reason:
         reasons.append(str(reason))
     return WirePieces(reasons=tuple(reasons))

@@ -136,6 +136,9 @@ def test_reasoning_tokens_are_counted(deepseek: Running) -> None:
     assert got["usage"]["completion_tokens"] == words + len("one END two")
     off = ask(deepseek, body("content only", reasoning_effort="none", tools=None))
     assert off["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    endless = ask(deepseek, body("never closed", tools=None))
+    words = len(REPLIES["never closed"])
+    assert endless["usage"]["completion_tokens_details"] == {"reasoning_tokens": words}
 
 
 def test_limits_cut_without_a_call_or_markup(deepseek: Running) -> None:
@@ -149,6 +152,8 @@ def test_limits_cut_without_a_call_or_markup(deepseek: Running) -> None:
         seen.add(len(got["calls"]))
         assert got["calls"] == [("f", '{"a": 1}'), ("g", "{}")][: len(got["calls"])]
     assert seen >= {0, 1}
+    got = ask(deepseek, body("long", max_tokens=3))
+    assert (got["reasoning"], got["finish"], got["notes"]) == ("xxx", "length", [])
 
 
 def test_stop_strings_end_the_text_and_may_be_markers(deepseek: Running) -> None:
@@ -161,7 +166,10 @@ def test_stop_strings_end_the_text_and_may_be_markers(deepseek: Running) -> None
 def test_one_call_at_a_time(deepseek: Running) -> None:
     got = ask(deepseek, body("two", parallel_tool_calls=False))
     assert got["calls"] == [("f", '{"a": 1}')] and got["finish"] == "tool_calls"
-    assert len(ask(deepseek, body("two", parallel_tool_calls=True))["calls"]) == 2
+    both = ask(deepseek, body("two", parallel_tool_calls=True))
+    assert len(both["calls"]) == 2
+    used = [answer["usage"]["completion_tokens"] for answer in (got, both)]
+    assert used[0] < used[1] - 20  # the rest is not generated for nothing
 
 
 def test_calls_nobody_offered_are_dropped(deepseek: Running) -> None:

@@ -295,7 +295,9 @@ def test_the_checkpoints_encoder_is_read_and_not_run(tmp_path: Path, pieces: Wir
 )  # fmt: skip
 def test_other_texts_are_refused_by_name(tmp_path, pieces, change, reason) -> None:
     text = encoder_text(pieces, f"REASONING_EFFORT_MAX = {pieces.efforts['high']!r}\n")
-    found = find_pieces(write_encoder(tmp_path, change(text)), no_recipe)
+    found = find_pieces(write_encoder(tmp_path, change(text)))
+    assert found.source == "deepseek-recipe" and reason in found.reasons[0]
+    found = find_pieces(tmp_path, no_recipe)
     assert found.source is None and not found.tools_head
     assert reason in found.reasons[0] and "not installed" in found.reasons[1]
 
