@@ -291,6 +291,7 @@ def _audit(document: Document) -> str:
             "Fast paths of the stock engine that close on this machine and model.",
             ("Path", "Outcome", "What happens", "Because", "What we do instead", "Origin"),
             cells,
+            "audit",
         )
         + f"{listed}</section>\n"
     )

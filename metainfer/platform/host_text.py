@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -140,8 +141,9 @@ def read_host_text(
             texts[f"/{name}/"] = "\n".join(sorted(path.name for path in (root / name).iterdir()))
         except OSError as error:
             refused[f"/{name}/"] = error.strerror or str(error)
-    for command in COMMANDS:
-        output, why = (run or run_command)(command)
+    with ThreadPoolExecutor(len(COMMANDS)) as pool:  # each waits for a driver, not for us
+        answers = list(pool.map(run or run_command, COMMANDS))
+    for command, (output, why) in zip(COMMANDS, answers, strict=True):
         if output is None:
             refused[command] = why
         else:

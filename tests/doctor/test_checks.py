@@ -141,7 +141,8 @@ def test_b16_growing_segments_are_told(environ: dict[str, str], name: str | None
 @pytest.mark.parametrize(
     ("value", "words"), [("1,0", "'1,0'"), ("", "every CUDA device is hidden")]
 )
-def test_hidden_devices_are_told(value: str, words: str) -> None:
+def test_b18_hidden_devices_are_told(value: str, words: str) -> None:
+    assert found(with_local(healthy(), environ={})) == {}
     seen = only(with_local(healthy(), environ={"CUDA_VISIBLE_DEVICES": value}))
     assert seen.id == "env.visible-devices" and words in seen.what
 

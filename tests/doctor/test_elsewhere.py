@@ -301,6 +301,17 @@ def test_findings_of_equal_devices_are_one_and_ask_the_owner() -> None:
     assert "device 0, 1, 2, 3, 4, 5, 6, 7  L40S" in text_report.text(document)
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_described_machine_never_claims_to_have_been_measured(name: str) -> None:
+    document = report.doctor(None, name)
+    for finding in document["findings"]:  # type: ignore[attr-defined]
+        assert "(probed" not in finding["evidence"], finding
+        assert "(measured" not in finding["evidence"] or "h200" in name, finding
+        assert finding["id"] not in ("link.peer-proven", "link.peer-data")
+    described = [f for f in document["findings"] if f["id"] == "machine.described"]  # type: ignore[attr-defined]
+    assert "not read off a machine" in described[0]["what"]
+
+
 def test_this_machine_is_saved_and_reads_back_exactly(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     made = doctor_elsewhere.this_machine(path, "cpu")

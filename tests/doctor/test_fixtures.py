@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from metainfer.cli import main
 from metainfer.doctor.finding import Finding, Severity
 from metainfer.doctor.inputs import from_text
 from metainfer.doctor.report import doctor, exit_status, run_checks
@@ -164,3 +165,36 @@ def test_a_card_below_no_visible_bridge_is_unknown() -> None:
     kept[host_text.LSPCI] = kept[host_text.LSPCI].replace("secondary=16", "secondary=99")
     (finding,) = findings(HostText(kept, text.refused))
     assert finding.id == "link.acs.unknown" and "GPU 0" in finding.where
+
+
+def test_a_host_is_saved_and_examined_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("METAINFER_API_KEY", "s3cret")
+    path = tmp_path / "host.txt"
+    assert main.run(["doctor", "--save-host-text", str(path)]) == 0
+    assert f"host text: {path}" in capsys.readouterr().out
+    body = path.read_text()
+    assert "NCCL_DEBUG=INFO" in body and "s3cret" not in body
+    assert main.run(["doctor", "--host-text", str(path), "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--host-text", "nowhere.txt"],
+        ["--host-text", "{file}", "--machine", "8x-l20"],
+        ["--host-text", "{file}", "--deep"],
+        ["--host-text", "{file}", "--model", "random:tiny-llama"],
+        ["--machine", "8x-l20", "--deep"],
+        ["--machine", "8x-l20", "--save-host-text", "x.txt"],
+    ],
+)
+def test_wishes_that_contradict_are_bad_usage(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(FIXTURES / "x8-link.txt")
+    assert main.run(["doctor", *(word.format(file=file) for word in words)]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 1 and shown[0].startswith("error: ")

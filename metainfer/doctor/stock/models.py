@@ -25,11 +25,13 @@ FLAGS = ("sparse", "pooled", "index_sharing")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTraits:
-    """`facts`: by name, without those that are unknown. `how`: what they were taken from."""
+    """`facts`: by name, without those that are unknown. `how`: what they were taken from, in full;
+    `source`: in a word or two, for evidence."""
 
     reference: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     how: str = "not recognised"
+    source: str = "the model is not recognised"
 
 
 def recognise(reference: str) -> ModelTraits:
@@ -61,7 +63,12 @@ def recognise(reference: str) -> ModelTraits:
     weights = _weights(config, reference) or found["weights"]
     if weights:
         facts["weights"] = weights
-    return ModelTraits(reference=reference, facts=facts, how=f"{how} ({found['origin']})")
+    return ModelTraits(
+        reference=reference,
+        facts=facts,
+        how=f"{how} ({found['origin']})",
+        source="the model's name" if config is None else "config.json",
+    )
 
 
 def _config(folder: Path) -> dict[str, Any] | None:

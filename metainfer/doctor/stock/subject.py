@@ -44,7 +44,7 @@ def subject(machine: Facts, line: StockLine, model: ModelTraits) -> Subject:
     origins: dict[str, str] = {}
     _machine(machine, facts, origins)
     for name in MODEL_FACTS:
-        facts[name], origins[name] = model.facts.get(name), model.how
+        facts[name], origins[name] = model.facts.get(name), model.source
     usual = defaults(line.engine)
     for row in rows(table(line.engine), "flag"):
         key = row["key"]
