@@ -160,7 +160,7 @@ def _values(stored: Tensor, fmt: BlockFormat, k: int) -> Tensor:
     if fmt.element == "e4m3":
         return stored.view(torch.float8_e4m3fn).float()
     flat = stored.contiguous().view(-1)
-    if (flat.numel() | flat.storage_offset()) % 2:  # no whole pairs of bytes
+    if flat.numel() % 2 or flat.storage_offset() % 2:  # no whole pairs of bytes
         return elements.e2m1_decode(elements.e2m1_unpack(stored))
     pairs = flat.view(torch.uint16).int()
     return _e2m1_pairs(stored.device).index_select(0, pairs).view(stored.shape[0], k)
