@@ -109,10 +109,11 @@ class RefusedBundle:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The winning bundle and the losers."""
+    """The winning bundle and the losers; `others`: the feasible ones among them, fastest first."""
 
     bundle: Bundle
     refused: tuple[RefusedBundle, ...]
+    others: tuple[Bundle, ...] = ()
 
 
 def bundle_name(layouts: Mapping[str, str]) -> str:
@@ -201,7 +202,7 @@ def select(
     feasible.sort(key=lambda bundle: (_reference_sites(bundle), _cost_key(bundle.seconds)))
     winner = feasible[0]
     refused += [RefusedBundle(b.layouts, (_slower(b, winner),)) for b in feasible[1:]]
-    return Selection(winner, tuple(refused))
+    return Selection(winner, tuple(refused), tuple(feasible[1:]))
 
 
 def _outcome(

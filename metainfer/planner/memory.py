@@ -114,7 +114,13 @@ def size_cache(
             f"a context of {context:,} tokens needs {one:,} B of cache, "
             f"{budget_bytes:,} B are left for it.",
             f"Lower --context to {reach:,}, or raise {enough}" if reach > 0 else f"Raise {enough}",
-            reasons=(Reason("memory", f"{one:,} B needed, {budget_bytes:,} B available"),),
+            reasons=(
+                Reason(
+                    "memory",
+                    f"{one:,} B needed, {budget_bytes:,} B available",
+                    {"need": one, "have": budget_bytes},
+                ),
+            ),
             code="does_not_fit",
         )
     return CacheBudget(sizes, _spread_tokens(sizes), limited_by)

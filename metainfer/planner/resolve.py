@@ -24,13 +24,14 @@ from metainfer.core.plan import (
 )
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
-from metainfer.kernels.impl import OpRequest
+from metainfer.kernels.impl import Layout, OpRequest
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import Policy, Selection, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec, form_groups
 from metainfer.models.arch import Arch
 from metainfer.planner import drafts
+from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 from metainfer.planner.graphs import decode_graphs
 from metainfer.planner.memory import (
     DTYPE_BYTES,
@@ -69,6 +70,16 @@ class Resolved:
     selection: Selection
     groups: tuple[GroupSpec, ...]
     sizes: CacheSizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one bundle holds in memory."""
+
+    weights: list[LedgerRow]
+    groups: tuple[GroupSpec, ...]
+    cache: CacheBudget
+    transient: LedgerRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,16 +266,24 @@ class _Resolver:
                 tuple(Loser(loser.impl, loser.reasons) for loser in choice.rejected),
             )
 
-    def cache(
+    def hold(
         self,
         dtype: str,
         limits: Limits,
-        layouts: Mapping[str, str],
-        weights: list[LedgerRow],
+        layouts: Mapping[str, Layout],
         page_tokens: int,
         draft: DraftPlan,
-    ) -> tuple[tuple[GroupSpec, ...], CacheBudget, LedgerRow]:
-        specs = self.arch.cache_specs(dtype, layouts)
+    ) -> _Held:
+        """Weights, caches and transients in one bundle's layouts.
+
+        Raises:
+            RefusedError: they do not fit.
+        """
+        weights = weight_rows(self.arch, layouts, self.model.scheme_of, dtype)
+        tables = self.arch.table_bytes(limits.max_context)
+        weights.append(LedgerRow(item="rotary tables", kind="weights", bytes=tables))
+        names = {role: layout.id for role, layout in layouts.items()}
+        specs = self.arch.cache_specs(dtype, names)
         groups = form_groups(specs, page_tokens=page_tokens)
         drafts.check_rewind(draft, groups)
         scored = min(limits.step_tokens, limits.max_running * (1 + draft.depth))
@@ -282,10 +301,12 @@ class _Resolver:
             step_tokens=limits.step_tokens,
             caching=self.intent.prefix_cache,
         )
+        return _Held(weights, groups, sized, transient)
+
+    def record_cache(self, cache: CacheBudget) -> None:
         self.ledger.record(
-            "kv_tokens", sized.tokens, Origin.DERIVED, f"limited by {sized.limited_by}"
+            "kv_tokens", cache.tokens, Origin.DERIVED, f"limited by {cache.limited_by}"
         )
-        return groups, sized, transient
 
     def graph_buckets(
         self, selection: Selection, running: int, draft: DraftPlan
@@ -339,9 +360,17 @@ class _Resolver:
                 "Say it: --kv-memory 4GiB.",
                 code="unknown_memory",
             )
-        if self.facts.device.kind == CPU:
-            return max(min(memory // 8, memory - held), 0)
-        return max(int(memory * (1 - RESERVE_PART)) - held, 0)
+        on_cpu = self.facts.device.kind == CPU
+        usable = memory if on_cpu else int(memory * (1 - RESERVE_PART))
+        if held >= usable:
+            message = f"weights and activations need {held:,} B, {usable:,} B are usable"
+            raise RefusedError(
+                f"{message} on one {self.facts.device.name}.",
+                f"Use fewer layers or smaller weights; {NOT_BUILT}.",
+                reasons=(Reason("memory", message, {"need": held, "have": usable}),),
+                code=DOES_NOT_FIT,
+            )
+        return min(memory // 8, usable - held) if on_cpu else usable - held
 
 
 def resolve(
@@ -370,13 +399,16 @@ def resolve(
     page, draft = resolver.page_tokens(), resolver.draft(limits)
     arch = resolver.arch
     selection = select(registry, resolver.requests(dtype, limits, page, draft), facts, policy)
+
+    def hold(layouts: Mapping[str, str]) -> _Held:
+        packed = {role: registry.layout(layout) for role, layout in layouts.items()}
+        return resolver.hold(dtype, limits, packed, page, draft)
+
+    selection, held = first_that_fits(selection, hold)
     resolver.record_selection(selection)
-    layouts = selection.bundle.layouts
-    held = {role: registry.layout(layout) for role, layout in layouts.items()}
-    weights = weight_rows(arch, held, model.scheme_of, dtype)
-    tables = arch.table_bytes(limits.max_context)
-    weights.append(LedgerRow(item="rotary tables", kind="weights", bytes=tables))
-    groups, sized, transient = resolver.cache(dtype, limits, layouts, weights, page, draft)
+    resolver.record_cache(held.cache)
+    layouts, weights, groups = selection.bundle.layouts, held.weights, held.groups
+    sized, transient = held.cache, held.transient
     threads = resolver.threads(source)
     ledger.record(
         "prefix_cache", intent.prefix_cache, intent.origin("prefix_cache"), "reuse of prefixes"
