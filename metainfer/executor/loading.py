@@ -7,7 +7,7 @@ opened; values (scales out of range) are checked here. An error leaves nothing b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -46,6 +46,10 @@ class RankPart:
     part: int = 0
     parts: int = 1
 
+
+AHEAD = 1 << 28
+"""Elements brought into the page cache beyond the weight being packed; the next one always is,
+so that the disk works while the host packs."""
 
 WHOLE = RankPart()
 Sharding = Callable[[WeightSpec], RankPart]
@@ -89,7 +93,7 @@ def load_weights(
     specs, plain = arch.packed_weights(), arch.plain_weights()
     total = sum(spec.elements for spec in (*specs, *plain))
     done = 0
-    for spec in specs:
+    for spec in _in_order(source, specs, shard):
         layout = layouts[spec.role]
         key = (layout.id, shard(spec), *layout.storage(spec.tensors, spec.site))
         if key in held:
@@ -102,7 +106,7 @@ def load_weights(
         done += spec.elements
         if progress is not None:
             progress(done, total)
-    for spec in plain:
+    for spec in _in_order(source, plain, shard):
         (raw,) = _read_part(source, spec, shard(spec))
         loaded.plain[spec.name] = _plain(raw, spec, dtype).to(device)
         done += spec.elements
@@ -111,17 +115,45 @@ def load_weights(
     return loaded
 
 
+def _in_order(
+    source: TensorSource, specs: Sequence[WeightSpec], shard: Sharding
+) -> Iterator[WeightSpec]:
+    """`specs`, while the files' bytes are brought in ahead and let go after each."""
+    if not isinstance(source, BlockCheckpoint):
+        yield from specs
+        return
+    asked, ahead = 0, 0
+    try:
+        for at, spec in enumerate(specs):
+            while asked < len(specs) and (asked <= at + 1 or ahead < AHEAD + spec.elements):
+                near = specs[asked]
+                mine = shard(near)
+                rows = (mine.part, mine.parts) if mine.cut == "rows" else (0, 1)
+                source.expect((*_own(near, mine), *near.bias), *rows)
+                ahead, asked = ahead + near.elements, asked + 1
+            yield spec
+            ahead -= spec.elements
+            source.release(spec.tensors)
+    finally:
+        source.close()
+
+
+def _own(spec: WeightSpec, mine: RankPart) -> tuple[str, ...]:
+    """The tensors of a weight of which the rank holds anything."""
+    if mine.cut != "experts":
+        return spec.tensors
+    share, rest = divmod(len(spec.tensors), mine.parts)
+    if rest:
+        raise InternalError(f"{len(spec.tensors)} tensors of {spec.name} over {mine.parts} ranks")
+    return spec.tensors[mine.part * share : (mine.part + 1) * share]
+
+
 def _read_part(source: TensorSource, spec: WeightSpec, mine: RankPart) -> list[Stored]:
     """The rank's tensors of a weight, or its rows or columns of each."""
-    named = list(zip(spec.tensors, spec.tensor_shapes(), strict=True))
-    if mine.cut == "experts":
-        share, rest = divmod(len(named), mine.parts)
-        if rest:
-            raise InternalError(f"{len(named)} tensors of {spec.name} over {mine.parts} ranks")
-        named = named[mine.part * share : (mine.part + 1) * share]
+    shapes = dict(zip(spec.tensors, spec.tensor_shapes(), strict=True))
     raws = []
-    for name, shape in named:
-        raw = source.read(name)
+    for name in _own(spec, mine):
+        raw, shape = source.read(name), shapes[name]
         if tuple(raw.shape) != shape:
             raise ModelError(
                 f"tensor {name} has shape {list(raw.shape)}, the config says {list(shape)}.",

@@ -21,6 +21,7 @@ from metainfer.formats.checks import StoredWeight
 from metainfer.formats.gguf_names import permuted_heads
 from metainfer.formats.index import CheckpointIndex, TensorInfo
 from metainfer.formats.quant import TORCH_DTYPES, RawTensor, Stored
+from metainfer.formats.readahead import ReadAhead
 from metainfer.formats.schemes import bytes_per_row, is_quantised
 
 #: Called after each tensor with (bytes read so far, bytes in all).
@@ -67,6 +68,14 @@ class Checkpoint:
     def close(self) -> None:
         """Let go of the maps; tensors already handed out stay valid."""
         self._maps.clear()
+
+    def release(self, info: TensorInfo) -> None:
+        """Unmap the pages that lie within a tensor: clean, they come back from the file."""
+        mapped = self._maps.get(info.file)
+        first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if mapped is not None and last > first and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _read(self, info: TensorInfo) -> RawTensor:
         if is_quantised(info.scheme):
@@ -122,12 +131,14 @@ class Checkpoint:
 class BlockCheckpoint:
     """A checkpoint whose block-scaled matrices come whole: elements, scales, second scale.
 
-    `blocks` by the name of the weight; every other name is a dense tensor of `index`.
+    `blocks` by the name of the weight; every other name is a dense tensor of `index`. A reader that
+    knows what comes next says so (`expect`) and lets go of what it has copied (`release`).
     """
 
     def __init__(self, index: CheckpointIndex, blocks: Mapping[str, StoredWeight]) -> None:
         self._checkpoint = Checkpoint(index)
         self._blocks = blocks
+        self._ahead = ReadAhead()
 
     def read(self, name: str) -> Stored:
         """Tensor `name`, over the mapped file; `ModelError` when absent, or a scale is insane."""
@@ -139,6 +150,31 @@ class BlockCheckpoint:
         tensor = from_stored(stored.format, read(stored.data).data, read(stored.scale).data, second)
         check_scales(tensor, name)
         return tensor
+
+    def expect(self, names: Iterable[str], part: int = 0, parts: int = 1) -> None:
+        """Tensors that will be read next (part `part` of `parts` of their rows): a hint."""
+        spans = []
+        for info in self._infos(names):
+            start, stop = (info.nbytes * at // parts for at in (part, part + 1))
+            spans.append((info.file, info.offset + start, info.offset + stop))
+        self._ahead.want(spans)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Let the memory of tensors go that have been copied; they can be read again."""
+        for info in self._infos(names):
+            self._checkpoint.release(info)
+
+    def close(self) -> None:
+        """Let go of the files; tensors already handed out stay valid."""
+        self._ahead.close()
+        self._checkpoint.close()
+
+    def _infos(self, names: Iterable[str]) -> Iterator[TensorInfo]:
+        for name in names:
+            stored = self._blocks.get(name)
+            for part in (stored.data, stored.scale) if stored else (name,):
+                if part in self._checkpoint.index.tensors:
+                    yield self._checkpoint.index[part]
 
 
 def unpermute_rows(data: Tensor, heads: int, name: str = "tensor") -> Tensor:
