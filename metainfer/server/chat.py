@@ -90,7 +90,7 @@ async def chat_events(state: ServerState, job: Job, top: int) -> AsyncGenerator[
                 called[index] += 1
             if delta.finish is not None:
                 data += event(
-                    index, _DeltaBody(), finish_reason=delta.finish, metainfer=_remarks(choice)
+                    index, _DeltaBody(), finish_reason=delta.finish, metainfer=_remarks(job, choice)
                 )
             if data:
                 yield data
@@ -111,10 +111,10 @@ def _call_parts(index: int, call: Call) -> list[dict[str, Any]]:
     return [head, {"index": index, "function": {"arguments": call.arguments}}]
 
 
-def _remarks(choice: Choice) -> dict[str, Any] | UnsetType:
-    """What in the answer was not as it should be (the words of `AnswerParser.notes`)."""
-    notes = choice.text.notes
-    return {"notes": list(notes)} if notes else UNSET
+def _remarks(job: Job, choice: Choice) -> dict[str, Any] | UnsetType:
+    """What was not as it should be: of the request, then of the answer (`AnswerParser.notes`)."""
+    notes = [*job.notes, *choice.text.notes]
+    return {"notes": notes} if notes else UNSET
 
 
 def _block(job: Job, delta: Delta, top: int) -> dict[str, Any] | None:
@@ -153,7 +153,7 @@ async def chat_answer(state: ServerState, job: Job, top: int) -> bytes:
             "logprobs": {"content": logprobs[choice.index], "refusal": None} if wanted else None,
             "finish_reason": choice.text.finish,
         }
-        remarks = _remarks(choice)
+        remarks = _remarks(job, choice)
         return answer if remarks is UNSET else answer | {"metainfer": remarks}
 
     return _encode(

@@ -49,6 +49,7 @@ class Job:
     tools: TextTools
     prompts: list[tuple[int, ...]]
     choices: list[Choice]
+    notes: tuple[str, ...] = ()  # what every choice's remarks begin with
     usage_at_end: bool = False
     usage_always: bool = False
 
@@ -86,6 +87,7 @@ class _Asked:
     chat: Prompt | None = None
     calls: CallsMode = "text"
     one_call: bool = False
+    notes: tuple[str, ...] = ()
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -130,8 +132,14 @@ async def chat_job(state: ServerState, body: ChatRequest, arrived: float) -> Job
         chat=prompt,
         calls=_calls_mode(body, conversation),
         one_call=body.parallel_tool_calls is False,
+        notes=("strict_not_enforced",) if _wants_strict(conversation) else (),
     )
     return _job(state, body, info, asked)
+
+
+def _wants_strict(conversation: Conversation) -> bool:
+    """Whether a tool asks that its schema be enforced; common clients do by default."""
+    return any(tool.get("strict") is True for tool in conversation.tools)
 
 
 def _calls_mode(body: ChatRequest, conversation: Conversation) -> CallsMode:
@@ -206,6 +214,7 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
         tools=text,
         prompts=asked.prompts,
         choices=[],
+        notes=asked.notes,
     )
     if body.stream_options is not None:
         if not body.stream:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from fake_server import Running, call, events, fake_server
 from fake_texts import TEXTS, VOCAB, write_script
@@ -19,7 +20,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "text"))
 
-from transcripts import DSML, E, R, Transcript, block, invoke, tool_call
+from transcripts import CODE, DSML, NESTED, E, R, Transcript, block, invoke, tool_call
 
 CHAT = "/v1/chat/completions"
 TOOLS = [
@@ -170,6 +171,42 @@ def test_one_call_at_a_time(deepseek: Running) -> None:
     assert len(both["calls"]) == 2
     used = [answer["usage"]["completion_tokens"] for answer in (got, both)]
     assert used[0] < used[1] - 20  # the rest is not generated for nothing
+
+
+def test_strict_schemas_are_said_not_to_be_enforced(deepseek: Running) -> None:
+    function = TOOLS[0]["function"] | {"strict": True}
+    strict = [{"type": "function", "function": function}]
+    assert ask(deepseek, body("two", tools=strict))["notes"] == ["strict_not_enforced"]
+    assert '"strict": true}' in prompt_of(deepseek, "deepseek")
+    function["strict"] = False
+    assert ask(deepseek, body("two", tools=strict))["notes"] == []
+
+
+def test_the_clients_own_accumulation(deepseek: Running) -> None:
+    client = openai.OpenAI(base_url=f"{deepseek.url}/v1", api_key="x", max_retries=0)
+    given = body("reasoning, text, two calls")
+    with client.chat.completions.stream(**given) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    (choice,) = final.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Both."
+    assert choice.message.reasoning_content == "Plan.\n\n1. all"
+    made = choice.message.tool_calls
+    assert [json.loads(one.function.arguments) for one in made] == [NESTED, CODE]
+    again = {
+        "role": "assistant",
+        **final.choices[0].message.model_dump(
+            include={"content", "reasoning_content", "tool_calls"}, exclude_none=True
+        ),
+    }
+    for one in again["tool_calls"]:  # the helper adds what it parsed
+        one["function"].pop("parsed_arguments", None)
+    results = [{"role": "tool", "tool_call_id": one.id, "content": "ok"} for one in made]
+    turns = [*given["messages"], again, *results, {"role": "user", "content": "play:call alone;"}]
+    answer = client.chat.completions.create(**(given | {"messages": turns}))
+    assert answer.choices[0].message.tool_calls[0].function.name == "now"
+    assert block(invoke("find", NESTED), invoke("write", CODE)) in prompt_of(deepseek, "deepseek")
 
 
 def test_calls_nobody_offered_are_dropped(deepseek: Running) -> None:
