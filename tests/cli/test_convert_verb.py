@@ -48,3 +48,24 @@ def test_bad_usage(tmp_path: Path) -> None:
     assert cli("convert", "a", "b", "--to", "int4").returncode == 2
     missing = cli("convert", str(tmp_path / "none"), str(tmp_path / "b"), "--to", "fp8")
     assert missing.returncode == 1 and "There is no folder" in missing.stderr
+
+
+def test_a_random_model_becomes_its_publisher_s_files(tmp_path: Path) -> None:
+    target, model = tmp_path / "m", "random:tiny-deepseek-v4-fp4?layers=3"
+    for kept in (0, 1):  # the second run finds all of it there
+        done = cli("convert", model, str(target), "--to", "official", "--json")
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert document["bytes_kept"] == kept * document["bytes"]
+    assert document["tensors"] > 100
+    assert json.loads((target / "config.json").read_text())["num_hidden_layers"] == 3
+    assert (target / "model.safetensors").stat().st_size > document["bytes"]
+    other = cli("convert", f"{model}&seed=1", str(target), "--to", "official")
+    assert other.returncode == 1 and "another model, seed or run" in other.stderr
+
+
+def test_what_goes_to_official_and_what_does_not(checkpoint: Path, tmp_path: Path) -> None:
+    for source, to in ((str(checkpoint), "official"), ("random:tiny-deepseek-v4", "fp8")):
+        done = cli("convert", source, str(tmp_path / "t"), "--to", to)
+        assert done.returncode == 2 and f"cannot be converted to {to}" in done.stderr
+    assert not (tmp_path / "t").exists()
