@@ -105,7 +105,7 @@ def check(
         given = _sliced(given, case.fused)
         with poisoned():
             mine = _results(impl.resolve(), case, given)
-    except (RuntimeError, TypeError, ValueError, IndexError, MetaInferError, OSError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError, MetaInferError, OSError) as error:
         message = str(error).strip().splitlines() or [""]
         text = f"{case.name}: {type(error).__name__}: {message[0]}"
         return reject("raised", text, case=case.name)

@@ -9,7 +9,7 @@ from metainfer.ops.case import Case, Weight, generator, integers, normal
 from metainfer.ops.embed.ref import embed
 from metainfer.ops.linear.cases import stored
 
-SCHEMES = ("F32", "Q8_0", "Q4_0", "Q4_1")
+SCHEMES = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_1", "fp8_128", "fp8_row_32", "mxfp4")
 
 
 def cases(seed: int) -> list[Case]:
