@@ -86,18 +86,34 @@ def _answer(
     from metainfer.cli.session import Answer
 
     tools = session.text
-    ids = tools.chat_ids(messages)
-    params = sampling(*how, session.room(ids, max_tokens))
-    answer = Answer(len(ids))
+    prompt = tools.chat_prompt(messages)
+    params = sampling(*how, session.room(prompt.ids, max_tokens))
+    answer = Answer(len(prompt.ids))
     quiet = output.current.as_json
+    dim = sys.stdout.isatty()
 
     def show(text: str) -> None:
         if not quiet:
             sys.stdout.write(text)
             sys.stdout.flush()
 
+    thoughts: list[str] = []
+
+    def think(text: str) -> None:
+        if dim:  # a pipe gets the answers only
+            thoughts.append(text)
+            show(f"\x1b[2m{text}\x1b[0m")
+
+    def say(text: str) -> None:
+        if thoughts:
+            thoughts.clear()
+            show("\n")
+        show(text)
+
     try:
-        session.generate(ids, params, on_text=show, answer=answer)
+        session.generate(
+            prompt.ids, params, on_text=say, on_reasoning=think, chat=prompt, answer=answer
+        )
     except KeyboardInterrupt:
         show(" [stopped]")
     show("\n")

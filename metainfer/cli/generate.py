@@ -93,13 +93,14 @@ def generate(
         tools = session.text
         if chat:
             turn = [{"role": "user", "content": prompt}]
-            ids = tools.chat_ids(turn)
+            asked = tools.chat_prompt(turn)
+            ids = asked.ids
         else:
-            ids = tools.tokenizer.encode(prompt)
+            asked, ids = None, tools.tokenizer.encode(prompt)
         if not ids:
             raise UsageError("The prompt is empty.", "Pass some text with --prompt.")
         params = sampling(temperature, top_p, top_k, seed, session.room(ids, max_tokens))
-        answer = session.generate(ids, params, stops=stop, on_text=show)
+        answer = session.generate(ids, params, stops=stop, on_text=show, chat=asked)
     show("\n")
     if answer.decode_tok_s is not None and answer.ttft_s is not None:
         screen.line(

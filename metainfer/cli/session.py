@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metainfer.cli.clients import Screen, make_client
 from metainfer.core.errors import RequestError
@@ -18,6 +18,9 @@ from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.model_text import TextTools, load_text
 from metainfer.engine.protocol import EngineInfo
 from metainfer.engine.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from metainfer.text.dialogue import Prompt
 
 
 @dataclass(slots=True)
@@ -29,6 +32,7 @@ class Answer:
 
     prompt_tokens: int
     text: str = ""
+    reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: str = ""
     cached_tokens: int = 0
@@ -38,9 +42,10 @@ class Answer:
     first_tokens: int = 0
 
     def document(self) -> dict[str, Any]:
-        """The contract of ``generate --json``."""
+        """The contract of ``generate --json``; `reasoning` only where there is some."""
         return {
             "text": self.text,
+            **({"reasoning": self.reasoning} if self.reasoning else {}),
             "token_ids": self.token_ids,
             "finish_reason": self.finish,
             "usage": {
@@ -100,15 +105,24 @@ class Session:
         *,
         stops: Sequence[str] = (),
         on_text: Callable[[str], None] = lambda text: None,
+        on_reasoning: Callable[[str], None] = lambda text: None,
+        chat: Prompt | None = None,
         answer: Answer | None = None,
     ) -> Answer:
-        """Generate; `answer`, when given, is filled as tokens come.
+        """Generate; `answer`, when given, is filled as tokens come. With `chat`, the prompt of a
+        conversation, reasoning comes apart from the text.
 
         Raises:
             RequestError: the prompt does not fit, or the engine refused or died.
         """
         answer = Answer(len(prompt)) if answer is None else answer
-        self._runner.run(self._generate(tuple(prompt), params, stops, on_text, answer))
+        stream = (
+            TextStream(self.text.tokenizer, stops, params=params)
+            if chat is None
+            else self.text.answer_stream(stops, params, chat, calls="text")
+        )
+        work = self._generate(tuple(prompt), params, stream, (on_text, on_reasoning), answer)
+        self._runner.run(work)
         return answer
 
     def room(self, prompt: Sequence[int], wanted: int | None) -> int:
@@ -131,12 +145,11 @@ class Session:
         self,
         prompt: tuple[int, ...],
         params: SamplingParams,
-        stops: Sequence[str],
-        on_text: Callable[[str], None],
+        stream: TextStream,
+        show: tuple[Callable[[str], None], Callable[[str], None]],
         answer: Answer,
     ) -> None:
         params.check(self.info.vocab_size)
-        stream = TextStream(self.text.tokenizer, stops, params=params)
         request = Request(uuid.uuid4().hex, prompt, params, self.info.eos_token_ids)
         answer.began = time.perf_counter()
         async with aclosing(self._client.submit(request)) as outputs:
@@ -148,9 +161,11 @@ class Session:
                 answer.last = now if delta.tokens else answer.last
                 answer.token_ids += delta.tokens
                 answer.text += delta.text
+                answer.reasoning += delta.reasoning
                 answer.cached_tokens = stream.cached_tokens
-                if delta.text:
-                    on_text(delta.text)
+                for tell, text in zip(show, (delta.text, delta.reasoning), strict=True):
+                    if text:
+                        tell(text)
                 if delta.finish is not None:
                     answer.finish = delta.finish
                     return

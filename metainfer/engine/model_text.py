@@ -34,11 +34,11 @@ class TextTools:
 
         return MarkerTokens(self.format.markup, self.tokenizer)
 
-    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Prompt ids of a plain conversation; the answer's header follows."""
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """The prompt of a plain conversation; the answer's header ends it."""
         from metainfer.text.dialogue import conversation_of
 
-        return self.format.encode(conversation_of(messages)).ids
+        return self.format.encode(conversation_of(messages))
 
     def answer_stream(
         self,

@@ -14,5 +14,6 @@ FAKE = Path(__file__).parents[1] / "server" / "fake_engine.py"
 if __name__ == "__main__":
     split = sys.argv.index("--")
     clients.command = (sys.executable, str(FAKE), *sys.argv[1:split])
-    model_text.load_text = lambda reference, vocab_size: model_text.byte_text(vocab_size)
+    text = model_text.byte_deepseek if "--script" in sys.argv[:split] else model_text.byte_text
+    model_text.load_text = lambda reference, vocab_size: text(vocab_size)
     sys.exit(run(sys.argv[split + 1 :]))

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from command_line import HERE, cli, document, environ, fake
 from fake_engine import reply_text
@@ -74,6 +75,30 @@ def test_chat_reads_a_pipe() -> None:
         {"role": "user", "content": "say:one"},
         {"role": "assistant", "content": "one"},
     ]
+
+
+def test_reasoning_is_no_part_of_the_answer(tmp_path: Path) -> None:
+    """Nor of the history: the second prompt holds the first answer's content alone."""
+    from fake_texts import write_script
+
+    replies = {"one": "hm <b></think>One.", "two": "</think>Two."}
+    script = write_script(tmp_path / "script.json", "deepseek", replies)
+    log = tmp_path / "log"
+    flags = ["--script", str(script), "--log", str(log), "--", "chat", "m"]
+    command = [sys.executable, str(HERE / "run_fake.py"), *flags]
+    lines = "play:one;\nplay:two;\n"
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, env=environ())
+    assert (done.returncode, done.stdout) == (0, "One.\nTwo.\n"), done.stderr
+    prompts = [line for line in log.read_text().splitlines() if line.startswith("prompt ")]
+    tokens = json.loads(prompts[-1].removeprefix("prompt "))
+    said = bytes(token - 9 for token in tokens if 9 <= token < 265).decode()
+    assert said == "play:one;One.play:two;"
+    command[-2:] = ["generate", "m", "--chat", "--prompt", "play:one;", "--json"]
+    got = document(subprocess.run(command, capture_output=True, text=True, env=environ()))
+    assert (got["text"], got["reasoning"]) == ("One.", "hm <b>")
+    command[-1:] = []
+    done = subprocess.run(command, capture_output=True, text=True, env=environ())
+    assert done.stdout == "One.\n"
 
 
 def _read_until(terminal: int, word: bytes, seconds: float = 40.0) -> bytes:

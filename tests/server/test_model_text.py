@@ -38,7 +38,7 @@ def test_other_random_families_keep_plain_bytes() -> None:
     tools = load_text("random:tiny-qwen3", 300)
     assert tools.format.markup is PLAIN
     assert tools.tokenizer.encode("hi") == [104, 105]
-    assert tools.chat_ids(HI) == byte_text(300).chat_ids(HI)
+    assert tools.chat_prompt(HI) == byte_text(300).chat_prompt(HI)
 
 
 def test_a_vocabulary_without_room_is_refused() -> None:
@@ -80,4 +80,4 @@ def test_the_template_decides_for_others(tmp_path: Path) -> None:
     bare = load_text(str(tmp_path), 512)
     assert bare.format.describe() == {"prompt": None, "answer": "plain", "tools": False}
     with pytest.raises(RequestError, match="no chat template"):
-        bare.chat_ids(HI)
+        bare.chat_prompt(HI)
