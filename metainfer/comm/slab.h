@@ -47,7 +47,7 @@ typedef uint8_t mi_u8;
 #define MI_AT_MAGIC 0
 #define MI_AT_PID 64
 #define MI_AT_CALLS 128
-#define MI_AT_ARRIVED 256
+#define MI_ARRIVED_AFTER 128
 #define MI_AT_ABORT 384
 #define MI_AT_BEAT 512
 #define MI_AT_ERROR 640
@@ -67,11 +67,12 @@ typedef struct {
  * in[in_begin[p] .. + in_len[p]); out[out_begin[p] .. + out_len[p]) comes from rank p, or is summed
  * by it. `unit`: elements that stay in one block. `same`: every peer gets the same range. `stride`:
  * bytes between the parts of different peers in a shared slot. `second`: byte offset in a slot of
- * what phase 1 carries. */
+ * what phase 1 carries. `state`: the call counter, with the arrivals MI_ARRIVED_AFTER further on, in
+ * memory that this rank's processor counts in. */
 typedef struct {
     mi_u64 slab[MI_WORLD];
     mi_u64 in_begin[MI_WORLD], in_len[MI_WORLD], out_begin[MI_WORLD], out_len[MI_WORLD];
-    mi_u64 in, out, side_in, side_out, residual, weight, normed, error;
+    mi_u64 in, out, side_in, side_out, residual, weight, normed, error, state;
     mi_u64 slot_bytes, stride, second, unit, budget_ns, plan;
     mi_u32 rank, world, kind, type, width, shared, same, dry, side, hidden;
     float eps;
@@ -101,6 +102,8 @@ MI_FN void mi_relax(mi_u32 tries) {
 #define MI_THREADS ((mi_u32)blockDim.x)
 #define MI_BID ((mi_u32)blockIdx.x)
 #define MI_GRID ((mi_u32)gridDim.x)
+#define MI_UNROLL _Pragma("unroll")
+#define MI_LOOK 255u /* polls between looks at the clock and the abort word, less one */
 
 #else
 
@@ -131,7 +134,28 @@ static __thread mi_u32 mi_host_block, mi_host_grid = 1;
 #define MI_THREADS 1u
 #define MI_BID mi_host_block
 #define MI_GRID mi_host_grid
+#define MI_UNROLL
+#define MI_LOOK 63u
 
+#endif
+
+/* A build for one world, type or without epilogues (MI_N, MI_TYPE, MI_PLAIN) knows its loops' length. */
+#ifdef MI_N
+#define MI_TOP MI_N
+MI_FN mi_u32 mi_world(const MiCall *call) { return (void)call, MI_N; }
+#else
+#define MI_TOP MI_WORLD
+MI_FN mi_u32 mi_world(const MiCall *call) { return call->world; }
+#endif
+#ifdef MI_TYPE
+MI_FN mi_u32 mi_type(const MiCall *call) { return (void)call, MI_TYPE; }
+#else
+MI_FN mi_u32 mi_type(const MiCall *call) { return call->type; }
+#endif
+#ifdef MI_PLAIN
+MI_FN mi_u32 mi_hidden(const MiCall *call) { return (void)call, 0; }
+#else
+MI_FN mi_u32 mi_hidden(const MiCall *call) { return call->hidden; }
 #endif
 
 MI_FN mi_u64 *mi_word(mi_u64 slab, mi_u64 offset) { return (mi_u64 *)(slab + offset); }
@@ -145,33 +169,35 @@ MI_FN mi_u64 *mi_flag(mi_u64 slab, mi_u32 phase, mi_u32 block, mi_u32 peer) {
 MI_FN mi_u64 mi_slot(const MiCall *call, mi_u32 to, mi_u32 from, mi_u32 half) {
     const mi_u64 size = MI_SIDE + call->slot_bytes;
     if (call->shared) return call->slab[from] + MI_HEAD + half * size;
-    return call->slab[to] + MI_HEAD + (half * (mi_u64)call->world + from) * size;
+    return call->slab[to] + MI_HEAD + (half * (mi_u64)mi_world(call) + from) * size;
 }
 
 /* The part of `len` elements that a block works on: whole units, contiguous. */
 MI_FN void mi_stripe(mi_u64 len, mi_u64 unit, mi_u64 *begin, mi_u64 *end) {
-    const mi_u64 units = (len + unit - 1) / unit;
-    mi_u64 a = units * MI_BID / MI_GRID * unit, b = units * (MI_BID + 1) / MI_GRID * unit;
-    *begin = a < len ? a : len;
-    *end = b < len ? b : len;
+    /* 32 bits: a call carries less than 2^32 bytes, and GPUs divide 64 bits slowly. */
+    const mi_u32 n = (mi_u32)len, u = (mi_u32)unit, units = (n + u - 1) / u;
+    const mi_u32 a = units * MI_BID / MI_GRID * u, b = units * (MI_BID + 1) / MI_GRID * u;
+    *begin = a < n ? a : n;
+    *end = b < n ? b : n;
 }
 
 /* Read the call counter; the last block to have read it moves it on. */
 MI_FN mi_u64 mi_enter(const MiCall *call) {
-    const mi_u64 own = call->slab[call->rank];
+    mi_u64 *const counter = mi_word(call->state, 0);
+    mi_u32 *const arrived = (mi_u32 *)mi_word(call->state, MI_ARRIVED_AFTER);
 #ifdef __CUDACC__
     __shared__ mi_u64 mi_calls;
     if (MI_TID == 0) {
-        mi_u64 calls = *(volatile mi_u64 *)mi_word(own, MI_AT_CALLS);
+        const mi_u64 calls = *(volatile mi_u64 *)counter;
         if (!call->dry) {
-            __threadfence();
-            mi_u32 *arrived = (mi_u32 *)mi_word(own, MI_AT_ARRIVED);
             if (MI_GRID == 1) {
-                *(volatile mi_u64 *)mi_word(own, MI_AT_CALLS) = calls + 1;
-            } else if (atomicAdd(arrived, 1u) == MI_GRID - 1) {
-                *(volatile mi_u32 *)arrived = 0;
-                *(volatile mi_u64 *)mi_word(own, MI_AT_CALLS) = calls + 1;
-                __threadfence();
+                *(volatile mi_u64 *)counter = calls + 1;
+            } else {
+                __threadfence(); /* the counter is read before the arrival is seen */
+                if (atomicAdd(arrived, 1u) == MI_GRID - 1) {
+                    *(volatile mi_u32 *)arrived = 0;
+                    *(volatile mi_u64 *)counter = calls + 1;
+                }
             }
         }
         mi_calls = calls;
@@ -179,11 +205,10 @@ MI_FN mi_u64 mi_enter(const MiCall *call) {
     __syncthreads();
     return mi_calls;
 #else
-    mi_u64 calls = __atomic_load_n(mi_word(own, MI_AT_CALLS), __ATOMIC_ACQUIRE);
-    mi_u32 *arrived = (mi_u32 *)mi_word(own, MI_AT_ARRIVED);
+    const mi_u64 calls = __atomic_load_n(counter, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(arrived, 1u, __ATOMIC_ACQ_REL) == MI_GRID) {
         __atomic_store_n(arrived, 0u, __ATOMIC_RELAXED);
-        __atomic_store_n(mi_word(own, MI_AT_CALLS), calls + 1, __ATOMIC_RELEASE);
+        __atomic_store_n(counter, calls + 1, __ATOMIC_RELEASE);
     }
     return calls;
 #endif
@@ -205,7 +230,7 @@ MI_FN void mi_fail(const MiCall *call, mi_u64 code, mi_u32 phase, mi_u32 peer, m
     }
     if (code == MI_ABORTED) return; /* whoever set the word told the others */
     const mi_u64 word = code << 32 | call->rank << 8 | peer | 1ull << 63;
-    for (mi_u32 p = 0; p < call->world; p++) {
+    for (mi_u32 p = 0; p < mi_world(call); p++) {
         mi_u64 *at = mi_word(call->slab[p], MI_AT_ABORT);
         if (mi_get(at) == 0) mi_put(at, word); /* the first cause stands */
     }
@@ -224,7 +249,7 @@ MI_FN mi_u64 mi_wait_for(const MiCall *call, mi_u64 calls, mi_u32 phase, mi_u32 
             return MI_MISMATCH;
         }
         if (seen == ((wanted + 1) & MI_GENERATION)) return MI_OK;
-        if ((tries & 63) == 0) {
+        if ((tries & MI_LOOK) == MI_LOOK) {
             const mi_u64 now = mi_now();
             if (start == 0) start = now;
             if (mi_get(mi_word(own, MI_AT_ABORT)) != 0) {
@@ -252,9 +277,9 @@ MI_FN mi_u64 mi_meet(const MiCall *call, mi_u64 calls, mi_u32 phase) {
     mi_u64 code = MI_OK;
     if (call->dry) return MI_OK;
     MI_SYNC();
-    for (mi_u32 p = MI_TID; p < call->world; p += MI_THREADS)
+    for (mi_u32 p = MI_TID; p < mi_world(call); p += MI_THREADS)
         if (p != call->rank) mi_put(mi_flag(call->slab[p], phase, MI_BID, call->rank), flag);
-    for (mi_u32 p = MI_TID; p < call->world; p += MI_THREADS)
+    for (mi_u32 p = MI_TID; p < mi_world(call); p += MI_THREADS)
         if (p != call->rank && code == MI_OK) code = mi_wait_for(call, calls, phase, p);
 #ifdef __CUDACC__
     return (mi_u64)__syncthreads_or((int)code);

@@ -176,8 +176,9 @@ class ProcessGroup:
         found = failures[first]
         shown = f"{found.kind}: {found.text}" if found.kind else found.text
         self._failure = GroupError(first, method, shown, len(failures) - 1)
-        if found.trace:
-            self._failure.add_note(f"on rank {first}:\n{found.trace}")
+        for rank in sorted(failures, key=lambda rank: _order(failures, rank)):
+            told = failures[rank]
+            self._failure.add_note(f"rank {rank}: {told.trace or told.text}")
         raise self._failure
 
     def _answer(self, rank: int) -> wire.Done | wire.Raised:

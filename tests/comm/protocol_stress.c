@@ -51,6 +51,7 @@ static void prepare(mi_u32 rank, mi_u64 call) {
     c->in = (mi_u64)in[rank];
     c->out = (mi_u64)out[rank];
     c->error = slabs[rank] + MI_AT_ERROR;
+    c->state = slabs[rank] + MI_AT_CALLS;
     c->rank = rank;
     c->world = world;
     c->kind = kind;

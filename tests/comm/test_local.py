@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from ranks import plan_of, together
 
 from metainfer.comm import layout
+from metainfer.comm.backends.calls import Rows, Side
 from metainfer.comm.backends.local import LocalGroup
-from metainfer.comm.backends.slabs import Rows, Side, SlabComm, gather_bytes
+from metainfer.comm.backends.slabs import SlabComm, gather_bytes
 from metainfer.comm.errors import CommError
 from metainfer.comm.exact import canonical_add_rmsnorm, canonical_sum
 from metainfer.comm.layout import Code

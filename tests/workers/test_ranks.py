@@ -59,7 +59,9 @@ def test_the_first_cause_is_the_earliest_and_stays(tmp_path: Path) -> None:
             group.call("fail", [1, 2], 0.15)  # rank 2 first, rank 1 later
         text = "rank 2 failed in fail: ValueError: layer 3 is missing on 2 (1 more ranks failed)"
         assert str(caught.value) == text and caught.value.rank == 2
-        assert "rank_targets.py" in caught.value.__notes__[0]
+        notes = caught.value.__notes__
+        assert [note[:7] for note in notes] == ["rank 2:", "rank 1:"]
+        assert "rank_targets.py" in notes[0]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["aborted-1", "aborted-2"]
         with pytest.raises(GroupError, match="rank 2 failed in fail"):
             group.call("who")

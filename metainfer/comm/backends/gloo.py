@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from metainfer.comm.backends.slabs import checked
+from metainfer.comm.backends.calls import checked
 from metainfer.comm.errors import CommError
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.plan import CommPlan

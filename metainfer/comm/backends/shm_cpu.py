@@ -20,6 +20,7 @@ from metainfer.comm.guard import Guard
 from metainfer.comm.layout import CLOSED, Code
 from metainfer.comm.pieces import Slots
 from metainfer.comm.segment import Segment
+from metainfer.core.errors import InternalError
 
 SLOT_BYTES = 1 << 20
 OPEN_S = 60.0
@@ -98,6 +99,18 @@ class ShmComm(SlabComm):
             closed=lambda peer: self._word(peer, layout.AT_BEAT) == CLOSED,
             died=lambda peer: self.tell(Code.DIED, peer),
         )
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and size of the group's memory in this process."""
+        if self._segment is None:
+            raise InternalError(f"rank {self.rank} has closed its communicator")
+        return self._segment.address, self._segment.size
+
+    @property
+    def slabs(self) -> tuple[int, ...]:
+        """Every rank's slab, in this process's addresses."""
+        return self._slabs
 
     def close(self) -> None:
         """Leave the group and unmap its memory. Idempotent; peers that call on see that we left."""

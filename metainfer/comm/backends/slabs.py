@@ -11,24 +11,23 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from metainfer.comm import layout
+from metainfer.comm.backends.calls import Caller, Rows, Side, checked
 from metainfer.comm.errors import CommError
-from metainfer.comm.layout import Call, Code, ErrorRecord
-from metainfer.comm.pieces import Piece, Slots, cut, element_type
+from metainfer.comm.layout import Code, ErrorRecord
+from metainfer.comm.pieces import Slots
 from metainfer.comm.plan import CommPlan
-from metainfer.comm.request import ELEMENT_BYTES, Op, Request, shard
+from metainfer.comm.request import Op, Request
 from metainfer.core.errors import InternalError
 from metainfer.kernels import native
 
 SOURCE = Path(__file__).parents[1] / "shm_cpu.c"
 BUDGET_S = 30.0
-DTYPES = {name: getattr(torch, name) for name in ELEMENT_BYTES}
 
 
 def library() -> ctypes.CDLL:
@@ -49,25 +48,7 @@ def library() -> ctypes.CDLL:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """Counts that ride along: int32 tensors of equal length, summed over the ranks."""
-
-    given: Tensor
-    summed: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Operands of an epilogue: `residual` [rows, hidden] is updated, `weight` [hidden], and
-    `normed` [rows, hidden] is written."""
-
-    residual: Tensor
-    weight: Tensor
-    normed: Tensor
-
-
-class SlabComm:
+class SlabComm(Caller):
     """One rank of a group whose slabs lie at `slabs`, in this process's addresses.
 
     Not for two threads at once: a rank makes one call after another, as all its peers do.
@@ -82,13 +63,16 @@ class SlabComm:
         budget_s: float = BUDGET_S,
         describe_peer: Callable[[int], str] = lambda peer: "",
     ) -> None:
-        self.rank, self.world = rank, len(slabs)
-        self.slots = slots
-        self.budget_s = budget_s
-        self._slabs = tuple(slabs)
+        super().__init__(
+            rank,
+            slabs,
+            slots,
+            error=slabs[rank] + layout.AT_ERROR,
+            state=slabs[rank] + layout.AT_CALLS,
+            budget_s=budget_s,
+        )
         self._library = library()
         self._describe_peer = describe_peer
-        self._built: dict[str, list[tuple[Call, Piece]]] = {}
         self._broken: CommError | None = None
         self._lock = threading.Lock()
 
@@ -121,8 +105,8 @@ class SlabComm:
             if self._broken is not None:
                 raise self._broken
             out = checked(request, self.rank, given, out)
-            for call, piece in self._calls(plan):
-                self._fill(call, piece, request, given, out, side, rows)
+            for call, piece in self.calls_of(plan):
+                self.fill(call, piece, request, given, out, side, rows)
                 code = self._library.mi_run(ctypes.byref(call), 0, 1)
                 if code:
                     self._broken = self._failure(Code(code), plan)
@@ -143,66 +127,6 @@ class SlabComm:
         """Set the own abort word: something is known of `peer`."""
         word = layout.abort_word(code, self.rank, peer)
         self._library.mi_abort(self._slabs[self.rank], word)
-
-    def _calls(self, plan: CommPlan) -> list[tuple[Call, Piece]]:
-        found = self._built.get(plan.digest)
-        if found is None:
-            if plan.request.world != self.world:
-                raise InternalError(f"{plan.request.name} on a group of {self.world}")
-            pieces = cut(plan.request, plan.algorithm, self.rank, self.slots)
-            found = [(self._call(plan, piece), piece) for piece in pieces]
-            self._built[plan.digest] = found
-        return found
-
-    def _call(self, plan: CommPlan, piece: Piece) -> Call:
-        request = plan.request
-        call = Call(
-            rank=self.rank,
-            world=self.world,
-            kind=piece.kind,
-            type=element_type(request),
-            width=ELEMENT_BYTES[request.dtype],
-            shared=self.slots.shared,
-            same=piece.same,
-            stride=piece.stride,
-            second=piece.second,
-            unit=piece.unit,
-            slot_bytes=self.slots.bytes,
-            plan=plan.plan_id,
-            error=self._slabs[self.rank] + layout.AT_ERROR,
-        )
-        for name in ("in_begin", "in_len", "out_begin", "out_len"):
-            getattr(call, name)[: self.world] = getattr(piece, name)
-        call.slab[: self.world] = self._slabs
-        if request.epilogue is not None:
-            call.hidden, call.eps = request.epilogue.hidden, request.epilogue.eps
-        return call
-
-    def _fill(
-        self,
-        call: Call,
-        piece: Piece,
-        request: Request,
-        given: Tensor,
-        out: Tensor,
-        side: Side | None,
-        rows: Rows | None,
-    ) -> None:
-        shift = piece.out_shift * call.width
-        call.budget_ns = int(self.budget_s * 1e9)
-        call.input = given.data_ptr()
-        call.output = out.data_ptr() + shift
-        if (request.side_int32 > 0) != (side is not None):
-            raise InternalError(f"{request.name} was planned for {request.side_int32} counts")
-        if side is not None:  # with the first piece; the others would add them again
-            call.side = request.side_int32 if piece.in_begin[0] == 0 else 0
-            call.side_in, call.side_out = side.given.data_ptr(), side.summed.data_ptr()
-        if (request.epilogue is None) != (rows is None):
-            raise InternalError(f"{request.name}: epilogue planned or given, not both")
-        if rows is not None:
-            call.residual = rows.residual.data_ptr() + shift
-            call.weight = rows.weight.data_ptr()
-            call.normed = rows.normed.data_ptr() + shift
 
     def _word(self, rank: int, offset: int) -> int:
         return int(ctypes.c_uint64.from_address(self._slabs[rank] + offset).value)
@@ -265,44 +189,6 @@ def gather_bytes(comm: SlabComm, make: Callable[[Request], CommPlan], mine: byte
     return [
         bytes(every[r * room : r * room + int(sizes[r])].numpy().tobytes()) for r in range(world)
     ]
-
-
-def result_count(request: Request, rank: int) -> int:
-    """Elements that `rank` holds afterwards."""
-    if request.op is Op.REDUCE_SCATTER:
-        begin, end = shard(request.count, request.world, rank)
-        return end - begin
-    return request.count
-
-
-def given_count(request: Request, rank: int) -> int:
-    """Elements that `rank` brings."""
-    if request.op is Op.ALL_GATHER:
-        begin, end = shard(request.count, request.world, rank)
-        return end - begin
-    return request.count
-
-
-def checked(request: Request, rank: int, given: Tensor, out: Tensor | None) -> Tensor:
-    """The output tensor, once both tensors are what the plan was made for."""
-    dtype = DTYPES[request.dtype]
-    if out is None:
-        out = torch.empty(result_count(request, rank), dtype=dtype)
-        if result_count(request, rank) == given.numel():
-            out = out.view(given.shape)
-    for name, tensor, count in (
-        ("input", given, given_count(request, rank)),
-        ("output", out, result_count(request, rank)),
-    ):
-        if tensor.dtype != dtype or tensor.numel() != count or not tensor.is_contiguous():
-            raise InternalError(
-                f"{request.name}: {name} is {tensor.dtype} of {tensor.numel()} elements, "
-                f"{'contiguous' if tensor.is_contiguous() else 'not contiguous'}; "
-                f"{request.dtype} of {count}, contiguous, was planned"
-            )
-        if tensor.device.type != "cpu":
-            raise InternalError(f"{request.name}: {name} is on {tensor.device}, not in host memory")
-    return out
 
 
 def wait_until(test: Callable[[], bool], deadline: float) -> bool:

@@ -1,0 +1,435 @@
+// Collectives as CUDA kernels on the slab protocol. No headers but ours: built to a cubin by nvcc or
+// NVRTC and loaded through the driver (`loader.py`), once per world, element type and with or without
+// epilogue (MI_N, MI_TYPE, MI_PLAIN). Grid at most 16 blocks of at most 512 threads, all resident.
+//
+// Payload moves in 16-byte packs where addresses allow. Loads of what a peer wrote are relaxed at
+// system scope, so no stale line of a first-level cache is used; flags carry the order (`slab.h`).
+#include "collective.h"
+
+#define LANES 256u
+#define GROUP 8u
+
+struct Pack {
+    mi_u32 w[4];
+};
+
+__device__ __forceinline__ Pack load_pack(mi_u64 at) {
+    Pack p;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(p.w[0]), "=r"(p.w[1]), "=r"(p.w[2]), "=r"(p.w[3])
+                 : "l"(at));
+    return p;
+}
+__device__ __forceinline__ void store_pack(mi_u64 at, const Pack &p) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(p.w[0]), "r"(p.w[1]),
+                 "r"(p.w[2]), "r"(p.w[3])
+                 : "memory");
+}
+__device__ __forceinline__ mi_u8 load_byte(mi_u64 at) { return *(const volatile mi_u8 *)at; }
+
+// ---- element types: pack <-> wide values, in the order of memory --------------------------------
+
+__device__ __forceinline__ float bits_float(mi_u32 x) { return __int_as_float((int)x); }
+__device__ __forceinline__ mi_u32 float_bits(float x) { return (mi_u32)__float_as_int(x); }
+
+template <int Type> struct Element;
+
+template <> struct Element<MI_BF16> {
+    typedef float Wide;
+    typedef mi_u16 Raw;
+    static __device__ __forceinline__ float wide(mi_u16 x) { return bits_float((mi_u32)x << 16); }
+    static __device__ __forceinline__ mi_u16 round(float x) {
+        const mi_u32 u = float_bits(x);
+        return x != x ? (mi_u16)0x7fc0 : (mi_u16)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+    }
+};
+template <> struct Element<MI_F16> {
+    typedef float Wide;
+    typedef mi_u16 Raw;
+    static __device__ __forceinline__ float wide(mi_u16 x) {
+        float y;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+        return y;
+    }
+    static __device__ __forceinline__ mi_u16 round(float x) {
+        mi_u16 y;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+        return x != x ? (mi_u16)0x7e00 : y;
+    }
+};
+template <> struct Element<MI_F32> {
+    typedef float Wide;
+    typedef mi_u32 Raw;
+    static __device__ __forceinline__ float wide(mi_u32 x) { return bits_float(x); }
+    static __device__ __forceinline__ mi_u32 round(float x) {
+        return x != x ? 0x7fc00000u : float_bits(x);
+    }
+};
+template <> struct Element<MI_F64> {
+    typedef double Wide;
+    typedef mi_u64 Raw;
+    static __device__ __forceinline__ double wide(mi_u64 x) {
+        return __longlong_as_double((long long)x);
+    }
+    static __device__ __forceinline__ mi_u64 round(double x) {
+        return x != x ? 0x7ff8000000000000ull : (mi_u64)__double_as_longlong(x);
+    }
+};
+template <> struct Element<MI_I32> {
+    typedef mi_u32 Wide;
+    typedef mi_u32 Raw;
+    static __device__ __forceinline__ mi_u32 wide(mi_u32 x) { return x; }
+    static __device__ __forceinline__ mi_u32 round(mi_u32 x) { return x; }
+};
+
+// Plain sums and products: the compiler may not fuse or reorder them.
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
+__device__ __forceinline__ mi_u32 add(mi_u32 a, mi_u32 b) { return a + b; }
+__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double mul(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ float inverse_root(float x) { return __fdiv_rn(1.0f, __fsqrt_rn(x)); }
+__device__ __forceinline__ double inverse_root(double x) { return __ddiv_rn(1.0, __dsqrt_rn(x)); }
+__device__ __forceinline__ float divide(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ double divide(double a, double b) { return __ddiv_rn(a, b); }
+
+template <int Type> struct Values {
+    typedef typename Element<Type>::Raw Raw;
+    typedef typename Element<Type>::Wide Wide;
+    static const int N = 16 / sizeof(Raw);
+    static __device__ __forceinline__ void unpack(const Pack &p, Wide *x) {
+        union {
+            Pack p;
+            Raw r[N];
+        } u;
+        u.p = p;
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = Element<Type>::wide(u.r[i]);
+    }
+    static __device__ __forceinline__ Pack pack(const Wide *x) {
+        union {
+            Pack p;
+            Raw r[N];
+        } u;
+#pragma unroll
+        for (int i = 0; i < N; i++) u.r[i] = Element<Type>::round(x[i]);
+        return u.p;
+    }
+};
+
+// ---- copies ------------------------------------------------------------------------------------
+
+// Bytes that are no whole pack, or all where addresses are odd.
+MI_FN void copy_bytes(mi_u64 to, mi_u64 from, mi_u64 begin, mi_u64 bytes) {
+    for (mi_u64 i = begin + MI_TID; i < bytes; i += MI_THREADS)
+        *(mi_u8 *)(to + i) = load_byte(from + i);
+}
+
+MI_FN void mi_copy(mi_u64 to, mi_u64 from, mi_u64 bytes) {
+    mi_u64 packed = 0;
+    if (((to | from) & 15) == 0) {
+        packed = bytes & ~15ull;
+        mi_u64 i = MI_TID * 16ull;
+        const mi_u64 step = MI_THREADS * 16ull;
+        for (; i + 3 * step < packed; i += 4 * step) {
+            Pack p[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) p[k] = load_pack(from + i + k * step);
+#pragma unroll
+            for (int k = 0; k < 4; k++) store_pack(to + i + k * step, p[k]);
+        }
+        for (; i < packed; i += step) store_pack(to + i, load_pack(from + i));
+    }
+    copy_bytes(to, from, packed, bytes);
+}
+
+// The same bytes to every place that is to have them.
+MI_FN void mi_spread(const MiCopies *places) {
+    const mi_u64 from = places->from[0], bytes = places->bytes[0];
+    mi_u64 all = from, packed = 0;
+    MI_UNROLL
+    for (mi_u32 i = 0; i < MI_TOP - 1; i++)
+        if (places->bytes[i]) all |= places->to[i];
+    if ((all & 15) == 0) {
+        packed = bytes & ~15ull;
+        for (mi_u64 at = MI_TID * 16ull; at < packed; at += MI_THREADS * 16ull) {
+            const Pack p = load_pack(from + at);
+            MI_UNROLL
+            for (mi_u32 i = 0; i < MI_TOP - 1; i++)
+                if (places->bytes[i]) store_pack(places->to[i] + at, p);
+        }
+    }
+    if (packed == bytes) return;
+    MI_UNROLL
+    for (mi_u32 i = 0; i < MI_TOP - 1; i++)
+        if (places->bytes[i]) copy_bytes(places->to[i], from, packed, bytes);
+}
+
+// A pack of each copy in turn is in flight: a small message costs one latency, not one per peer.
+MI_FN void mi_many(const MiCopies *copies) {
+    mi_u64 longest = 0, whole[MI_TOP];
+    bool rest = false;
+    MI_UNROLL
+    for (mi_u32 i = 0; i < MI_TOP - 1; i++) {
+        const bool even = ((copies->to[i] | copies->from[i]) & 15) == 0;
+        whole[i] = copies->bytes[i] && even ? copies->bytes[i] & ~15ull : 0;
+        if (whole[i] > longest) longest = whole[i];
+        rest |= whole[i] != copies->bytes[i];
+    }
+    for (mi_u64 at = MI_TID * 16ull; at < longest; at += MI_THREADS * 16ull) {
+        Pack p[MI_TOP];
+        MI_UNROLL
+        for (mi_u32 i = 0; i < MI_TOP - 1; i++)
+            if (at < whole[i]) p[i] = load_pack(copies->from[i] + at);
+        MI_UNROLL
+        for (mi_u32 i = 0; i < MI_TOP - 1; i++)
+            if (at < whole[i]) store_pack(copies->to[i] + at, p[i]);
+    }
+    if (!rest) return;
+    MI_UNROLL
+    for (mi_u32 i = 0; i < MI_TOP - 1; i++)
+        if (copies->bytes[i]) copy_bytes(copies->to[i], copies->from[i], whole[i], copies->bytes[i]);
+}
+
+// ---- sums --------------------------------------------------------------------------------------
+
+// The pack at `offset` of every rank, summed in rank order; all loads are in flight together.
+template <int Type>
+__device__ __forceinline__ void sum_pack(const MiCall *call, const mi_u64 *from, mi_u64 offset,
+                                         typename Element<Type>::Wide *total) {
+    const int n = Values<Type>::N;
+    Pack p[MI_TOP];
+#pragma unroll
+    for (mi_u32 r = 0; r < MI_TOP; r++)
+        if (r < mi_world(call)) p[r] = load_pack(from[r] + offset);
+    Values<Type>::unpack(p[0], total);
+#pragma unroll
+    for (mi_u32 r = 1; r < MI_TOP; r++) {
+        if (r >= mi_world(call)) break;
+        typename Element<Type>::Wide next[n];
+        Values<Type>::unpack(p[r], next);
+#pragma unroll
+        for (int i = 0; i < n; i++) total[i] = add(total[i], next[i]);
+    }
+}
+
+template <int Type>
+__device__ __forceinline__ void sum(const MiCall *call, mi_u64 to, const mi_u64 *from,
+                                    mi_u64 count) {
+    typedef typename Element<Type>::Raw Raw;
+    typedef typename Element<Type>::Wide Wide;
+    const mi_u64 n = Values<Type>::N;
+    mi_u64 all = to, packed = 0;
+#pragma unroll
+    for (mi_u32 r = 0; r < MI_TOP; r++)
+        if (r < mi_world(call)) all |= from[r];
+    if ((all & 15) == 0) {
+        packed = count / n * n;
+        for (mi_u64 at = MI_TID * n; at < packed; at += MI_THREADS * n) {
+            Wide total[n];
+            sum_pack<Type>(call, from, at * sizeof(Raw), total);
+            store_pack(to + at * sizeof(Raw), Values<Type>::pack(total));
+        }
+    }
+    for (mi_u64 at = packed + MI_TID; at < count; at += MI_THREADS) {
+        Wide total = Element<Type>::wide(((const volatile Raw *)from[0])[at]);
+#pragma unroll
+        for (mi_u32 r = 1; r < MI_TOP; r++)
+            if (r < mi_world(call))
+                total = add(total, Element<Type>::wide(((const volatile Raw *)from[r])[at]));
+        ((Raw *)to)[at] = Element<Type>::round(total);
+    }
+}
+
+// ---- epilogue: residual += y, RMSNorm of it; the order of `exact.py` -------------------------------
+
+// Sum over the 256 lanes of a group of threads: halves are added pairwise.
+template <typename Wide>
+__device__ __forceinline__ Wide sum_lanes(Wide mine, mi_u32 lane, mi_u32 group) {
+    __shared__ double room[2][LANES];
+    Wide *const held = (Wide *)room[group];
+    held[lane] = mine;
+    asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory");
+    if (lane < 32) {
+        // 256 -> 128 -> 64 -> 32, each lane the same additions as a tree over all lanes.
+        Wide a[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) a[k] = add(held[lane + 32 * k], held[lane + 32 * k + 128]);
+        mine = add(add(a[0], a[2]), add(a[1], a[3]));
+#pragma unroll
+        for (int step = 16; step; step /= 2)
+            mine = add(mine, __shfl_down_sync(0xffffffffu, mine, step));
+        if (lane == 0) held[0] = mine;
+    }
+    asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory");
+    mine = held[0];
+    asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory");
+    return mine;
+}
+
+template <int Type>
+__device__ __forceinline__ typename Element<Type>::Wide scale_of(const MiCall *call,
+                                                                 typename Element<Type>::Wide square,
+                                                                 mi_u32 lane, mi_u32 group) {
+    typedef typename Element<Type>::Wide Wide;
+    const Wide mean = divide(sum_lanes(square, lane, group), (Wide)call->hidden);
+    return inverse_root(add(mean, (Wide)call->eps));
+}
+
+// Rows of 2-byte elements, at most four packs per lane, everything in registers.
+template <int Type>
+__device__ __forceinline__ int fused(const MiCall *call, mi_u64 to, const mi_u64 *from,
+                                     mi_u64 begin, mi_u64 end) {
+    const mi_u32 packs = call->hidden / GROUP, lane = MI_TID % LANES, group = MI_TID / LANES;
+    mi_u64 all = to | call->residual | call->weight | call->normed;
+#pragma unroll
+    for (mi_u32 r = 0; r < MI_TOP; r++)
+        if (r < mi_world(call)) all |= from[r];
+    if (call->hidden % GROUP || packs > 4 * LANES || (all & 15)) return 0;
+    for (mi_u64 row = begin + group * (mi_u64)call->hidden; row < end;
+         row += MI_THREADS / LANES * (mi_u64)call->hidden) {
+        Pack kept[4], weight[4];
+        float square = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const mi_u32 j = lane + k * LANES;
+            if (j >= packs) break;
+            const mi_u64 at = (row + j * GROUP) * 2ull;
+            float y[GROUP], r[GROUP];
+            const Pack old = load_pack(call->residual + at);
+            weight[k] = load_pack(call->weight + j * 16ull);
+            sum_pack<Type>(call, from, at, y);
+            const Pack rounded = Values<Type>::pack(y);
+            store_pack(to + at, rounded);
+            Values<Type>::unpack(rounded, y);
+            Values<Type>::unpack(old, r);
+#pragma unroll
+            for (int i = 0; i < (int)GROUP; i++) r[i] = add(y[i], r[i]);
+            kept[k] = Values<Type>::pack(r);
+            store_pack(call->residual + at, kept[k]);
+            Values<Type>::unpack(kept[k], r);
+#pragma unroll
+            for (int i = 0; i < (int)GROUP; i++) square = add(square, mul(r[i], r[i]));
+        }
+        const float scale = scale_of<Type>(call, square, lane, group);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const mi_u32 j = lane + k * LANES;
+            if (j >= packs) break;
+            float x[GROUP], w[GROUP];
+            Values<Type>::unpack(kept[k], x);
+            Values<Type>::unpack(weight[k], w);
+#pragma unroll
+            for (int i = 0; i < (int)GROUP; i++) x[i] = mul(mul(x[i], scale), w[i]);
+            store_pack(call->normed + (row + j * GROUP) * 2ull, Values<Type>::pack(x));
+        }
+    }
+    return 1;
+}
+
+// Any type, width and alignment, from the reduced output; also what two-shot ends with.
+template <int Type>
+__device__ __forceinline__ void rows(const MiCall *call, mi_u64 begin, mi_u64 end) {
+    typedef typename Element<Type>::Raw Raw;
+    typedef typename Element<Type>::Wide Wide;
+    typedef Element<Type> E;
+    const mi_u32 lane = MI_TID % LANES, group = MI_TID / LANES;
+    const volatile Raw *y = (const volatile Raw *)call->out;
+    const Raw *weight = (const Raw *)call->weight;
+    Raw *residual = (Raw *)call->residual, *normed = (Raw *)call->normed;
+    for (mi_u64 row = begin + group * (mi_u64)call->hidden; row < end;
+         row += MI_THREADS / LANES * (mi_u64)call->hidden) {
+        Wide square = 0;
+        for (mi_u32 j = lane * GROUP; j < call->hidden; j += LANES * GROUP)
+            for (mi_u32 i = j; i < j + GROUP && i < call->hidden; i++) {
+                const Raw sum = E::round(add(E::wide(y[row + i]), E::wide(residual[row + i])));
+                residual[row + i] = sum;
+                square = add(square, mul(E::wide(sum), E::wide(sum)));
+            }
+        const Wide scale = scale_of<Type>(call, square, lane, group);
+        for (mi_u32 j = lane * GROUP; j < call->hidden; j += LANES * GROUP)
+            for (mi_u32 i = j; i < j + GROUP && i < call->hidden; i++)
+                normed[row + i] =
+                    E::round(mul(mul(E::wide(residual[row + i]), scale), E::wide(weight[i])));
+    }
+}
+
+#define BY_TYPE(step)                                                                              \
+    switch (mi_type(call)) {                                                                       \
+    case MI_BF16: step(MI_BF16); break;                                                            \
+    case MI_F16: step(MI_F16); break;                                                              \
+    case MI_F32: step(MI_F32); break;                                                              \
+    case MI_F64: step(MI_F64); break;                                                              \
+    default: break;                                                                                \
+    }
+
+MI_FN void mi_sum(const MiCall *call, mi_u64 to, const mi_u64 *from, mi_u64 count) {
+#define STEP(type) sum<type>(call, to, from, count)
+    BY_TYPE(STEP)
+#undef STEP
+    if (mi_type(call) == MI_I32) sum<MI_I32>(call, to, from, count);
+}
+MI_FN int mi_fused(const MiCall *call, mi_u64 to, const mi_u64 *from, mi_u64 begin, mi_u64 end) {
+    if (mi_type(call) == MI_BF16) return fused<MI_BF16>(call, to, from, begin, end);
+    if (mi_type(call) == MI_F16) return fused<MI_F16>(call, to, from, begin, end);
+    return 0;
+}
+MI_FN void mi_epilogue(const MiCall *call, mi_u64 begin, mi_u64 end) {
+#define STEP(type) rows<type>(call, begin, end)
+    BY_TYPE(STEP)
+#undef STEP
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) mi_kernel(const __grid_constant__ MiCall call) {
+    mi_collective(&call);
+}
+
+// ---- copy-engine schedules: a flag in the stream's order, a wait for one, a sum of pieces ---------
+
+extern "C" __global__ void mi_post(mi_u64 *at, mi_u64 value) {
+    asm volatile("fence.acq_rel.sys;" ::: "memory"); // the copies before it in the stream
+    mi_put(at, value);
+}
+
+// Wait until *at has reached `value` on the circle of 64 bits; gives up as a collective does.
+extern "C" __global__ void mi_await(const mi_u64 *at, mi_u64 value, const mi_u64 *abort,
+                                    MiError *error, mi_u64 budget_ns, mi_u64 peer) {
+    const mi_u64 start = mi_now();
+    for (mi_u32 tries = 0; (long long)(mi_get(at) - value) < 0; tries++) {
+        if ((tries & MI_LOOK) == MI_LOOK) {
+            const mi_u64 waited = mi_now() - start;
+            const mi_u64 code = mi_get(abort) ? MI_ABORTED : waited > budget_ns ? MI_TIMEOUT : 0;
+            if (code) {
+                error->peer = peer;
+                error->wanted = value;
+                error->waited_ns = waited;
+                mi_put(&error->code, code);
+                return;
+            }
+        }
+        mi_relax(tries);
+    }
+}
+
+// call.out = sum over ranks of call.slab[r], in_len[0] elements, rank order; grid of any size.
+extern "C" __global__ void __launch_bounds__(512, 1) mi_add(const __grid_constant__ MiCall call) {
+    mi_u64 begin, end, from[MI_TOP];
+    mi_stripe(call.in_len[0], call.unit, &begin, &end);
+    if (begin >= end) return;
+#pragma unroll
+    for (int r = 0; r < MI_TOP; r++) from[r] = call.slab[r] + begin * call.width;
+    mi_sum(&call, call.out + begin * call.width, from, end - begin);
+}
+
+// A slab that has made `calls` calls.
+extern "C" __global__ void mi_clear(mi_u64 slab, mi_u64 state, mi_u64 calls) {
+    for (mi_u64 at = MI_TID * 8ull; at < MI_HEAD; at += MI_THREADS * 8ull) {
+        const bool flag = at >= MI_HEADER && at % MI_FLAG_STEP == 0;
+        *mi_word(slab, at) = flag ? calls & MI_GENERATION : 0;
+    }
+    __syncthreads();
+    if (MI_TID == 0) {
+        *mi_word(state, 0) = calls;
+        *mi_word(state, MI_ARRIVED_AFTER) = 0;
+    }
+}
