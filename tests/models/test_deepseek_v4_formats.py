@@ -125,3 +125,25 @@ def test_a_rounded_conversion_says_so_and_opens(official: Path, tmp_path: Path) 
         if role == "experts":
             exact = same_bits(values(old.read(name)), values(new.read(name)))
             assert exact == (name not in report.rounded)
+
+
+def test_transformers_loads_what_is_written(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = open_model(TINY)
+    export(TINY, model.source.config, RandomSource(model.draws, 0), tmp_path / "m")
+    other, said = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "m", output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(said.values()), said
+    source, state = tensor_source(model, CPU), other.state_dict()
+    fused = torch.cat([values(source.read(f"layers.2.ffn.experts.5.{w}.weight"))
+                       for w in ("w1", "w3")])  # fmt: skip
+    assert torch.equal(state["model.layers.2.mlp.experts.gate_up_proj"][5].double(), fused)
+    for module, name in (
+        ("self_attn.compressor.position_bias", "attn.compressor.ape"),
+        ("self_attn.compressor.indexer.kv_proj.weight", "attn.indexer.compressor.wkv.weight"),
+        ("mlp.gate.weight", "ffn.gate.weight"),
+        ("attn_hc.base", "hc_attn_base"),
+    ):
+        held = state[f"model.layers.2.{module}"].double()
+        assert torch.equal(held, values(source.read(f"layers.2.{name}"))), name

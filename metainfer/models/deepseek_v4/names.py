@@ -5,7 +5,9 @@ q_a_proj``, experts fused in ``gate_up_proj [E, 2F, D]`` with the gate's rows fi
 ``down_proj [E, D, F]``); and what transformers' ``save_pretrained`` writes, which is the
 publisher's behind ``model.``, with ``attn.norm`` for ``attn.kv_norm`` and the embedding and the
 last streams' mix in Hugging Face's. A slice of a fused tensor is contiguous, so it is a
-`TensorInfo` of its own with another offset.
+`TensorInfo` of its own with another offset. A fused name declares its order, and one that says up
+first is refused; gate and up written the wrong way round under right names have the same shapes and
+statistics, and no header shows it.
 """
 
 from __future__ import annotations
