@@ -144,11 +144,11 @@ def test_rows_are_as_long_as_their_heads(pages: Any) -> None:
 def test_what_a_machine_says_cannot_break_out() -> None:
     text = fixture("x8-link")
     name = '</title><script>alert("1")</script>&amp;'
-    smi = re.sub(r"(Product Name +: ).*", rf"\g<1>{name}", text.texts[SMI_QUERY])
-    evil = HostText({**text.texts, SMI_QUERY: smi}, text.refused)
-    body = page(report.doctor(printed=evil, stock=STOCK))
-    reader = read(body)
-    assert not reader.all("script") and name in words(reader)
+    for count in (0, 1):  # every card, or one that then differs
+        smi = re.sub(r"(Product Name +: ).*", rf"\g<1>{name}", text.texts[SMI_QUERY], count=count)
+        evil = HostText({**text.texts, SMI_QUERY: smi}, text.refused)
+        reader = read(page(report.doctor(printed=evil, stock=STOCK)))
+        assert not reader.all("script") and name in words(reader)
 
 
 @pytest.mark.parametrize(

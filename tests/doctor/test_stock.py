@@ -148,6 +148,12 @@ def test_b01_sglang_sends_a_family_to_kernels_that_cannot_run(
     }
 
 
+def test_a_choice_that_turns_on_an_unknown_fact_is_not_guessed() -> None:
+    line = f"--model-path {FLASH} --tp 8 --kv-cache-dtype bfloat16"
+    made = audit(cards(None), StockRequest("sglang", line))
+    assert "dsa_prefill" not in made["chosen"]  # a later row would hold, an earlier one might
+
+
 @pytest.mark.parametrize(
     ("pair", "model", "flags", "outcome"),
     [

@@ -14,6 +14,7 @@ from metainfer.platform.host_text import HostText, parse, read_host_text, render
 from metainfer.platform.lspci import parse_lspci
 from metainfer.platform.nvidia_smi import parse_capabilities, parse_matrix, parse_query
 from metainfer.platform.probe_host import members
+from metainfer.platform.text_root import TextRoot
 
 FIXTURES = Path(__file__).parents[1] / "doctor" / "fixtures"
 NAMES = sorted(path.stem for path in FIXTURES.glob("*.txt"))
@@ -124,6 +125,24 @@ def test_a_fixture_lays_out_as_a_root_that_the_probe_reads() -> None:
     assert text_facts.host_of(fixture("unreadable")).facts.iommu is None
     inside = text_facts.host_of(fixture("container")).facts
     assert inside.usable_cores == 8 and inside.memory_bytes == 64 << 30 and inside.compiler is None
+
+
+def test_files_in_a_text_behave_as_in_a_file_system() -> None:
+    root = TextRoot({"/a/b/c1": "x", "/a/b/c2": "y", "/a/list/": "d e\n", "/a": "file", "cmd": "z"})
+    assert sorted(path.name for path in root.glob("a/b/c[0-9]")) == ["c1", "c2"]
+    assert [path.name for path in root.glob("a/*")] == ["b", "list"]
+    assert list(root.glob("a/b/c1/deeper")) == [] and list(root.glob("x/*")) == []
+    assert list((root / "a").glob("b/*/*")) == []
+    assert (root / "a" / "b" / "c1").read_text() == "x" and (root / "a/b").exists()
+    assert not (root / "a/c").exists() and [p.name for p in (root / "a/list").iterdir()] == [
+        "d",
+        "e",
+    ]
+    for missing in (root / "a/c", root / "a/b"):
+        with pytest.raises(FileNotFoundError):
+            missing.read_text()
+        with pytest.raises(FileNotFoundError):
+            missing.iterdir()
 
 
 # lspci
