@@ -97,6 +97,6 @@ def _regions(pages: EntryPages) -> tuple[Tensor, Tensor]:
     """A scaled form's value rows [P, entries, bytes] and scale rows, as views."""
     width = entry_codecs.value_bytes(pages.form)
     border, end = pages.entries * width, pages.entries * pages.form.bytes
-    values = pages.data[:, :border].unflatten(1, (pages.entries, width))
-    scales = pages.data[:, border:end].unflatten(1, (pages.entries, pages.form.bytes - width))
-    return values, scales
+    values = torch.unflatten(pages.data[:, :border], 1, (pages.entries, width))
+    rest = (pages.entries, pages.form.bytes - width)
+    return values, torch.unflatten(pages.data[:, border:end], 1, rest)

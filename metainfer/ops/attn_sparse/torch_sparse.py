@@ -113,8 +113,8 @@ def attn_sparse(
         for rows, mixed in _chunk(call, s, begin, end, context):
             finish(rows, mixed)
     if single:
-        rows = torch.tensor(single, device=q.device)
-        for part, mixed in _apart(call, rows, torch.tensor(owners, device=q.device)):
+        lone = torch.tensor(single, device=q.device)
+        for part, mixed in _apart(call, lone, torch.tensor(owners, device=q.device)):
             finish(part, mixed)
     return out
 

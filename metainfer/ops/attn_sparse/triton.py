@@ -1,0 +1,216 @@
+"""Sparse latent attention in Triton: the heads of one query are the rows of the matrix product.
+
+A program takes one query, a block of its heads and a part of its keys: first the window's, then
+the chosen (or all visible) compressed entries, gathered through the page tables. One latent is key
+and value of every head, so each tile is loaded once and multiplied twice. Online softmax in
+float32; weights are rounded to the inputs' type as the recipe does. The sink joins once, at the
+end, and the last channels are turned back before the result is written. With several parts a
+second kernel adds them in order.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# Kernel parameters are pointers and numbers of the compiler's own types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _keys(
+    data, at, scale_at, seen, D: tl.constexpr, SCALED: tl.constexpr, TAIL: tl.constexpr
+):  # fmt: skip
+    """Entries [N, D] that begin at `at`; SCALED: bytes, e4m3 in groups of 64 with scales
+    2^(byte - 127) at `scale_at`, then a bf16 tail."""
+    lane = tl.arange(0, D)
+    if SCALED:
+        BODY: tl.constexpr = D - TAIL
+        inner = seen[:, None] & (lane < BODY)[None, :]
+        body = tl.load(data + at[:, None] + lane[None, :], mask=inner, other=0)
+        code = tl.load(data + scale_at[:, None] + (lane // 64)[None, :], mask=inner, other=127)
+        outer = seen[:, None] & (lane >= BODY)[None, :]
+        tail = (data + at + BODY).to(tl.pointer_type(tl.bfloat16))
+        tail = tl.load(tail[:, None] + (lane - BODY)[None, :], mask=outer, other=0.0)
+        scale = (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        body = body.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+        keys = tl.where((lane < BODY)[None, :], body, tail.to(tl.float32)).to(tl.bfloat16)
+    else:
+        keys = tl.load(data + at[:, None] + lane[None, :], mask=seen[:, None], other=0.0)
+    return keys
+
+
+@triton.jit
+def _fold(q, keys, seen, factor, peak, total, mixed, EXACT: tl.constexpr):
+    """One tile of keys into the running softmax; every tile holds at least one seen key."""
+    if EXACT:
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * factor
+    else:
+        scores = tl.dot(q, tl.trans(keys)) * factor
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    above = tl.maximum(peak, tl.max(scores, axis=1))
+    weight = tl.exp2(scores - above[:, None])
+    fade = tl.exp2(peak - above)
+    total = total * fade + tl.sum(weight, axis=1)
+    if EXACT:
+        mixed = mixed * fade[:, None] + tl.dot(weight, keys, input_precision="ieee")
+    else:
+        mixed = tl.dot(weight.to(keys.dtype), keys, mixed * fade[:, None])
+    return above, total, mixed
+
+
+@triton.jit
+def _turned_back(x, cos_sin, position, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
+    """x [H, D] with its last R channels turned by -position, pairs (2i, 2i + 1)."""
+    a, b = tl.split(tl.reshape(x, [H, D // 2, 2]))
+    i = tl.arange(0, D // 2) - (D - R) // 2
+    row = cos_sin + position * R + i
+    cos = tl.load(row, mask=i >= 0, other=1.0)[None, :]
+    sin = tl.load(row + R // 2, mask=i >= 0, other=0.0)[None, :]
+    return tl.reshape(tl.join(a * cos + b * sin, b * cos - a * sin), [H, D])
+
+
+@triton.jit
+def _sequence(query_start, sequences, t):
+    """The sequence that row t belongs to; `sequences` for a row of padding."""
+    left, right = 0, sequences
+    while left < right:
+        middle = (left + right) // 2
+        if tl.load(query_start + middle + 1) <= t:
+            left = middle + 1
+        else:
+            right = middle
+    return left
+
+
+@triton.jit
+def _place(page, offset, PAGE: tl.constexpr, ROW: tl.constexpr, BYTES: tl.constexpr,
+           SCALES: tl.constexpr):  # fmt: skip
+    """(first element of an entry, of its scales) in a cache; BYTES 0: rows without scales."""
+    if BYTES:
+        at = page * BYTES + offset * ROW
+        scale_at = page * BYTES + PAGE * ROW + offset * SCALES
+    else:
+        at = (page * PAGE + offset) * ROW
+        scale_at = at
+    return at, scale_at
+
+
+@triton.jit(do_not_specialize=["sequences", "local_width", "entry_width", "shift", "width"])
+def places_kernel(
+    local_table, entry_table, selected, positions, query_start, places, scale_places, counts,
+    sequences, window, ratio, local_width, entry_width, shift, width,
+    LOCAL_PAGE: tl.constexpr, ENTRY_PAGE: tl.constexpr, TOP: tl.constexpr, TOP_LANES: tl.constexpr,
+    ENTRIES: tl.constexpr, ROW: tl.constexpr, LOCAL_BYTES: tl.constexpr,
+    ENTRY_BYTES: tl.constexpr, SCALES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Where each query's keys begin, relative to the window's cache: [rows, width], the window's
+    first; `shift` leads to the entries' cache. TOP: entries listed per query, 0 for all visible."""
+    t, piece = tl.program_id(0), tl.program_id(1)
+    s = _sequence(query_start, sequences, t)
+    if s == sequences:
+        tl.store(counts + t, 0)
+    else:
+        position = tl.load(positions + t)
+        low = tl.maximum(position - window + 1, 0)
+        near = (position - low + 1).to(tl.int32)
+        far = 0
+        if ENTRIES:
+            if TOP:
+                top = tl.arange(0, TOP_LANES)
+                listed = tl.load(selected + t.to(tl.int64) * TOP + top, mask=top < TOP, other=-1)
+                far = tl.sum((listed >= 0).to(tl.int32), axis=0)
+            else:
+                far = ((position + 1) // ratio).to(tl.int32)
+        tl.store(counts + t, near + far)
+        j = piece * LANES + tl.arange(0, LANES)
+        is_near = j < near
+        at = low + j
+        table = local_table + s.to(tl.int64) * local_width
+        page = tl.load(table + at // LOCAL_PAGE, mask=is_near, other=0).to(tl.int64)
+        place, scale_place = _place(page, at % LOCAL_PAGE, LOCAL_PAGE, ROW, LOCAL_BYTES, SCALES)
+        if ENTRIES:
+            is_far = (j >= near) & (j < near + far)
+            entry = j - near
+            if TOP:
+                entry = tl.load(selected + t.to(tl.int64) * TOP + entry, mask=is_far, other=0)
+            table = entry_table + s.to(tl.int64) * entry_width
+            page = tl.load(table + entry // ENTRY_PAGE, mask=is_far, other=0).to(tl.int64)
+            other, scale_other = _place(
+                page, entry % ENTRY_PAGE, ENTRY_PAGE, ROW, ENTRY_BYTES, SCALES
+            )
+            place = tl.where(is_near, place, other + shift)
+            scale_place = tl.where(is_near, scale_place, scale_other + shift)
+        where = t.to(tl.int64) * width + j
+        tl.store(places + where, place, mask=j < width)
+        if LOCAL_BYTES:
+            tl.store(scale_places + where, scale_place, mask=j < width)
+
+
+@triton.jit(do_not_specialize=["width"])
+def sparse_kernel(
+    q, cache, places, scale_places, counts, sinks, cos_sin, positions, out, parts, peaks, totals,
+    factor, q_stride, width,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HB: tl.constexpr, N: tl.constexpr,
+    SPLITS: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    t, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(counts + t)
+    if count > 0:
+        tiles = tl.cdiv(count, N)
+        share = tl.cdiv(tiles, SPLITS)
+        begin = part * share
+        end = tl.minimum(begin + share, tiles)
+        head, lane = block * HB + tl.arange(0, HB), tl.arange(0, D)
+        heads = (head < H)[:, None]
+        where = t.to(tl.int64) * q_stride + head[:, None] * D + lane[None, :]
+        tile = tl.load(q + where, mask=heads, other=0.0)  # [HB, D]
+        peak = tl.full([HB], float("-inf"), tl.float32)
+        total = tl.zeros([HB], tl.float32)
+        mixed = tl.zeros([HB, D], tl.float32)
+        mine = t.to(tl.int64) * width
+        for step in range(begin, end):
+            j = step * N + tl.arange(0, N)
+            seen = j < count
+            at = tl.multiple_of(tl.load(places + mine + j, mask=seen, other=0), 8)
+            scale_at = at
+            if SCALED:
+                scale_at = tl.load(scale_places + mine + j, mask=seen, other=0)
+            keys = _keys(cache, at, scale_at, seen, D, SCALED, R)
+            peak, total, mixed = _fold(tile, keys, seen, factor, peak, total, mixed, EXACT)
+        if SPLITS == 1:
+            sink = tl.load(sinks + head, mask=head < H, other=0.0) * 1.4426950408889634
+            above = tl.maximum(peak, sink)
+            fade = tl.exp2(peak - above)
+            total = total * fade + tl.exp2(sink - above)
+            position = tl.load(positions + t)
+            result = _turned_back(mixed * (fade / total)[:, None], cos_sin, position, HB, D, R)
+            where = (t.to(tl.int64) * H + head[:, None]) * D + lane[None, :]
+            tl.store(out + where, result.to(out.dtype.element_ty), mask=heads)
+        else:
+            place = (t.to(tl.int64) * H + head) * SPLITS + part
+            tl.store(peaks + place, peak, mask=head < H)
+            tl.store(totals + place, total, mask=head < H)
+            tl.store(parts + place[:, None] * D + lane[None, :], mixed, mask=heads)
+
+
+@triton.jit
+def merge_kernel(
+    parts, peaks, totals, counts, sinks, cos_sin, positions, out,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The parts of one head of one query, the sink, and the turn back."""
+    t, head = tl.program_id(0), tl.program_id(1)
+    if tl.load(counts + t) > 0:
+        split, lane = tl.arange(0, SPLITS), tl.arange(0, D)
+        place = (t.to(tl.int64) * H + head) * SPLITS + split
+        peak = tl.load(peaks + place)
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        above = tl.maximum(tl.max(peak, axis=0), sink)
+        fade = tl.exp2(peak - above)
+        total = tl.sum(tl.load(totals + place) * fade, axis=0) + tl.exp2(sink - above)
+        mixed = tl.load(parts + place[:, None] * D + lane[None, :])
+        mixed = tl.reshape(tl.sum(mixed * (fade / total)[:, None], axis=0), [1, D])
+        result = _turned_back(mixed, cos_sin, tl.load(positions + t), 1, D, R)
+        where = (t.to(tl.int64) * H + head) * D + lane
+        tl.store(out + where, tl.reshape(result, [D]).to(out.dtype.element_ty))

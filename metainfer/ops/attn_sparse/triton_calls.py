@@ -1,0 +1,101 @@
+"""Calls of the sparse attention kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from metainfer.core.errors import InternalError
+from metainfer.kv.store.entries import EntryPages
+from metainfer.ops.attn_sparse.tiles import Tile, splits_for, tile_for
+from metainfer.ops.attn_sparse.triton import merge_kernel, places_kernel, sparse_kernel
+from metainfer.ops.strides import heads_packed
+
+LOG2E = 1.4426950408889634
+
+
+@cache
+def _card(device: torch.device) -> tuple[tuple[int, int] | None, int]:
+    """(capability, multiprocessors); the interpreter's host stands for a small card."""
+    if device.type != "cuda":
+        return None, 4
+    found = torch.cuda.get_device_properties(device)
+    return (found.major, found.minor), found.multi_processor_count
+
+
+def attn_sparse(
+    q: Tensor,
+    local: EntryPages,
+    local_table: Tensor,
+    entries: EntryPages | None,
+    entry_table: Tensor | None,
+    selected: Tensor | None,
+    sinks: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int,
+    ratio: int,
+    tile: Tile | None = None,
+    splits: int = 0,
+) -> Tensor:
+    """See `ref.attn_sparse`; `selected` lists its entries first, then -1. D is a power of two.
+
+    The number of parts follows from shapes alone (rows, table widths), never from lengths.
+    """
+    if not heads_packed(q):
+        raise InternalError(f"attention wants packed query heads, got strides {q.stride()}")
+    (rows, heads, d), device = q.shape, q.device
+    sequences = context_lens.shape[0]
+    out = torch.empty((rows, heads, d), dtype=q.dtype, device=device)
+    if rows == 0 or sequences == 0:
+        return out
+    capability, units = _card(device)
+    tile = tile or tile_for(capability)
+    block = min(tile.heads, max(16, triton.next_power_of_2(heads)))
+    blocks = triton.cdiv(heads, block)
+    some = entries is not None and entry_table is not None and ratio > 0
+    top = selected.shape[1] if selected is not None and some else 0
+    longest = -(-window // tile.n)
+    if entries is not None and entry_table is not None and some:
+        longest += -(-(top or entry_table.shape[1] * entries.entries) // tile.n)
+    splits = splits or splits_for(rows * blocks, longest, units)
+    parts = peaks = totals = out
+    if splits > 1:
+        parts = torch.empty((rows, heads, splits, d), dtype=torch.float32, device=device)
+        peaks = torch.empty((rows, heads, splits), dtype=torch.float32, device=device)
+        totals = torch.empty_like(peaks)
+    far = entries if entries is not None and some else local
+    far_table = entry_table if entry_table is not None and some else local_table
+    scaled = local.form.scale != "none"
+    width = window + (top or (far_table.shape[1] * far.entries if some else 0))
+    places = torch.empty((rows, width), dtype=torch.int64, device=device)
+    scale_places = torch.empty_like(places) if scaled else places
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    shift = (far.data.data_ptr() - local.data.data_ptr()) // local.data.element_size()
+    tail = local.form.tail
+    places_kernel[(rows, triton.cdiv(width, 1024))](
+        local_table, far_table, selected if top else local_table, positions, query_start, places,
+        scale_places, counts, sequences, window, max(ratio, 1), local_table.stride(0),
+        far_table.stride(0), shift, width, local.entries, far.entries, top,
+        triton.next_power_of_2(max(top, 1)), some, d + tail if scaled else d,
+        local.data.stride(0) if scaled else 0, far.data.stride(0) if scaled else 0,
+        local.form.bytes - d - tail if scaled else 0, 1024, num_warps=4,
+    )  # fmt: skip
+    sparse_kernel[(rows, blocks, splits)](
+        q, local.data, places, scale_places, counts, sinks, cos_sin, positions, out, parts, peaks,
+        totals, scale * LOG2E, q.stride(0), width, heads, d, cos_sin.shape[1], block, tile.n,
+        splits, q.dtype == torch.float32, scaled, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[(rows, heads)](
+            parts, peaks, totals, counts, sinks, cos_sin, positions, out, heads, d,
+            cos_sin.shape[1], splits, num_warps=4,
+        )  # fmt: skip
+    return out
