@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import v4
 from harness import Answer, ask, save_tiny, start, take
 
 from metainfer.core.intent import Intent
@@ -33,10 +34,16 @@ class Family:
     name: str
     make: Callable[[Path], str | Path]
     vocab: int = 131
-    context: int = 128
+    context: int = 96
     pages: tuple[int, ...] = (4, 8, 16)
     longest: tuple[int, int] = (70, 50)
     full: float = 1.1
+    layouts: Mapping[str, str] = field(default_factory=dict)
+
+    def wish(self, **intent: Any) -> dict[str, Any]:
+        """An intent for this family, in float64."""
+        fixed = {"dtype": "float64", "context": self.context, "layouts": self.layouts}
+        return {**fixed, **intent}
 
 
 def saved(family: str, seed: int) -> Callable[[Path], Path]:
@@ -47,10 +54,24 @@ def saved(family: str, seed: int) -> Callable[[Path], Path]:
     return make
 
 
+def saved_v4(folder: Path) -> Path:
+    """One layer of each kind: windows, compressed entries of both ratios, rows of both rings."""
+    layers = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_hash_layers": 1}
+    v4.save(v4.tiny(21, **layers), folder)
+    return folder
+
+
 FAMILIES = (
     Family("llama", saved("llama", 0)),
     Family("qwen2", saved("qwen2", 1)),
     Family("mistral", saved("mistral", 2)),
+    Family(
+        "deepseek-v4",
+        saved_v4,
+        vocab=256,
+        pages=(16, 32),
+        layouts={"kv": "latent@1", "index": "index@1"},  # not rounded: sums may differ at 1e-15
+    ),
 )
 
 
@@ -64,7 +85,7 @@ class Mixed:
         self._rng, self._vocab, self._accuracy = rng, vocab, accuracy
         self._answers: dict[tuple[int, ...], list[int]] = {}
         self._accuracies: dict[str, float] = {}
-        self.always_full = False
+        self.most = 0  # when set: always that many
 
     def learn(self, prompt: Sequence[int], params: SamplingParams, answer: Sequence[int]) -> None:
         self._answers[_key(prompt, params)] = list(answer)
@@ -77,7 +98,7 @@ class Mixed:
             accuracy = self._accuracies.setdefault(request.request_id, drawn)
         answer = self._answers.get(_key(request.prompt, request.params), [])
         done = len(tokens) - len(request.prompt)
-        count = limit if self.always_full else rng.randint(0, limit)
+        count = min(self.most, limit) if self.most else rng.randint(0, limit)
         right = answer[done : done + count]
         right += [rng.randrange(self._vocab) for _ in range(count - len(right))]
         return [t if rng.random() < accuracy else rng.randrange(self._vocab) for t in right]
@@ -97,7 +118,7 @@ def drafted_by(engine: Engine, source: Any) -> Engine:
 
 def alone(family: Family, model: str | Path) -> Engine:
     """One request at a time, whole prompts, no cache, no drafts: what all is held against."""
-    return start(model, dtype="float64", context=family.context, concurrency=1, prefix_cache=False)
+    return start(model, **family.wish(concurrency=1, prefix_cache=False))
 
 
 def random_engine(rng: random.Random, family: Family, model: str | Path, number: int) -> Engine:
@@ -106,19 +127,25 @@ def random_engine(rng: random.Random, family: Family, model: str | Path, number:
     page = rng.choice(family.pages)
     running = rng.randrange(3, 7)
     chunk = max(running, rng.choice((5, 16, 33, family.context)))
-    sizes = {"page_tokens": page, "chunk_tokens": chunk, "context": family.context}
-    full = Intent(model=str(model), dtype="float64", concurrency=1, **sizes)
-    plan = open_machine().resolve(open_model(str(model)), full).plan
-    one = sum(group.allocated_bytes for group in plan.kv_groups)
-    return start(
-        model,
-        dtype="float64",
+    sizes = {"page_tokens": page, "chunk_tokens": chunk}
+    pages, states = (_bytes(family, model, concurrency=n, **sizes) for n in (1, running))
+    full = 40.0 if number % 2 else rng.choice((family.full, family.full * 1.3))
+    wish = family.wish(
         concurrency=running,
-        kv_bytes=int(one * (40.0 if number % 2 else rng.choice((family.full, family.full * 1.3)))),
+        kv_bytes=int(pages[0] * full) + states[1],
         prefix_cache=number % 3 < 2,
         draft=f"ngram:{rng.randint(1, DEEPEST)}",
         **sizes,
     )
+    return start(model, **wish)
+
+
+def _bytes(family: Family, model: str | Path, **intent: Any) -> tuple[int, int]:
+    """Bytes of pages and of slot states for that many sequences of the whole context."""
+    wish = Intent(model=str(model), **family.wish(**intent))
+    groups = open_machine().resolve(open_model(str(model)), wish).plan.kv_groups
+    pages = sum(group.pages * group.page_bytes for group in groups)
+    return pages, sum(group.allocated_bytes for group in groups) - pages
 
 
 def requests(
@@ -154,8 +181,12 @@ def play(
     *,
     late: bool = False,
     cancel: dict[int, int] | None = None,
+    preempt: Callable[[], bool] = lambda: False,
 ) -> list[Answer]:
     """Run to the end, one or two plans deep; `cancel`: request -> turn at which its user leaves.
+
+    `preempt` is asked before each turn: whether the last in order shall make room, needed or not
+    (never while a result of it is awaited: the scheduler would not do it then).
 
     After every turn the account is sound and the executor's page tables are the account's.
     """
@@ -171,6 +202,9 @@ def play(
             take(answers[output.request_id], output)
         if not scheduler.has_work:
             break
+        (domain,) = scheduler.domains
+        if domain.running and not domain.running[-1].in_flight and preempt():
+            scheduler._preempt(domain, domain.running.pop())
         plan = scheduler.schedule()
         if plan is not None:
             executor.submit(plan)
@@ -213,10 +247,10 @@ def same(answer: Answer, wanted: Answer) -> None:
     else:
         assert answer.finish == wanted.finish
     assert answer.tokens == wanted.tokens
-    for field in ("logprobs", "prompt_logprobs"):
-        if answer.finish is FinishReason.CANCELLED and field == "prompt_logprobs":
+    for name in ("logprobs", "prompt_logprobs"):
+        if answer.finish is FinishReason.CANCELLED and name == "prompt_logprobs":
             continue
-        for got, meant in zip(getattr(answer, field), getattr(wanted, field), strict=True):
+        for got, meant in zip(getattr(answer, name), getattr(wanted, name), strict=True):
             assert (got.token, got.rank) == (meant.token, meant.rank)
             assert abs(got.logprob - meant.logprob) < 1e-6  # reported in float32
             assert [token for token, _ in got.top] == [token for token, _ in meant.top]

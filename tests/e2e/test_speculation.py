@@ -68,7 +68,9 @@ def test_schedules_with_drafts_change_no_token(
             drafts.learn(prompt, each, answer.tokens)
         late = number % 3 == 1
         leaving = {0: rng.randrange(1, 12)} if number % 4 == 2 else {}
-        answers = play(engine, prompts, params, late=late, cancel=leaving)
+        answers = play(
+            engine, prompts, params, late=late, cancel=leaving, preempt=lambda: rng.random() < 0.05
+        )
         for answer, meant in zip(answers, wanted, strict=True):
             same(answer, meant)
             seen["hits"] += answer.cached_tokens > 0
@@ -80,8 +82,6 @@ def test_schedules_with_drafts_change_no_token(
         if number % PER_ENGINE == PER_ENGINE - 1:
             seen["accepted"] += counters.accepted_drafts
             seen["refused"] += counters.drafted_tokens - counters.accepted_drafts
-    if family.name == "mistral":  # windows do not grow: what was admitted always fits
-        del seen["preempted"]
     assert min(seen.values()) > 0, seen  # the schedules exercised what they are about
 
 
@@ -97,14 +97,14 @@ def test_every_depth_gives_the_same_answer(
     )
     wanted = expected(lone, prompt, params)
     assert len(set(wanted.tokens)) > 5
+    engine = start(model, **family.wish(draft=f"ngram:{DEEPEST}"))
     for depth in range(DEEPEST + 1):
-        wish = f"ngram:{depth}" if depth else "off"
-        engine = start(model, dtype="float64", context=family.context, draft=wish)
         for accuracy in (1.0, 0.5, 0.0) if depth else (0.0,):
             drafts = Mixed(rng, family.vocab, accuracy)
-            drafts.always_full = True
+            drafts.most = depth
             drafts.learn(prompt, params, wanted.tokens)
             drafted_by(engine, drafts if depth else None)
+            engine.scheduler.domains[0].kv.flush()
             steps = engine.scheduler.counters.steps
             (answer,) = play(engine, [prompt], [params])
             same(answer, wanted)
@@ -123,6 +123,7 @@ class Seen:
         executor = engine._executor
         assert isinstance(executor, LocalExecutor)
         self.rng, self.texts, self.executor = rng, texts, executor
+        self.vocab = executor._parts.vocab
         self.made = self.drawn = self.chunks = 0
 
     def propose(self, step: DraftStep) -> list[list[int]]:
@@ -146,7 +147,9 @@ class Seen:
                 assert best[last] == text[positions[last] + 1]  # the row that drew
                 begin = positions[last] + 2
                 right = (text[begin : begin + wanted] + [0] * wanted)[:wanted]
-                found.append([t if self.rng.random() < 0.7 else (t + 1) % 131 for t in right])
+                found.append(
+                    [t if self.rng.random() < 0.7 else (t + 1) % self.vocab for t in right]
+                )
                 self.drawn += 1
             self.made += wanted
             at = stop
@@ -162,10 +165,8 @@ def test_the_devices_own_drafts(
     prompts = [[rng.randrange(3, family.vocab) for _ in range(n)] for n in (3, 40, 1, 25, 16)]
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (30, 25, 20, 2, 1)]
     wanted = [expected(lone, *each) for each in zip(prompts, params, strict=True)]
-    engine = start(
-        model, dtype="float64", context=family.context, concurrency=3, chunk_tokens=24,
-        draft="ngram:5",
-    )  # fmt: skip
+    wish = family.wish(concurrency=3, chunk_tokens=24, draft="ngram:5")
+    engine = start(model, **wish)
     executor, scheduler = engine._executor, engine.scheduler
     assert isinstance(executor, LocalExecutor)
     texts = {
@@ -184,10 +185,11 @@ def test_the_devices_own_drafts(
 
 def test_the_ngram_drafter_serves(family: Family, model: str | Path) -> None:
     """The drafter that users get, on prompts that repeat: fewer steps, the same tokens."""
-    engine = start(model, dtype="float64", context=family.context, draft="ngram:4")
+    engine = start(model, **family.wish(draft="ngram:4"))
     source = engine.scheduler.drafting.source
     prompts = [[5, 6, 7, 8, 9] * 5, [11, 12] * 9, [3, 4, 5]]
-    params = SamplingParams(temperature=0.0, max_tokens=40)
+    few = dict.fromkeys((11, 12, 13), 60.0)  # a text of three ids repeats itself, somewhat
+    params = SamplingParams(temperature=0.0, max_tokens=40, logit_bias=few)
     plain = ask(drafted_by(engine, None), prompts, params)
     steps = engine.stats().steps
     engine.scheduler.domains[0].kv.flush()
@@ -202,7 +204,7 @@ def test_the_ngram_drafter_serves(family: Family, model: str | Path) -> None:
 
 def test_verify_runs_in_its_own_phase(model: str | Path, family: Family) -> None:
     """Kernels of verify runs are chosen for them; without drafts the phase does not exist."""
-    off, on = (start(model, context=family.context, draft=wish) for wish in (None, "ngram:3"))
+    off, on = (start(model, **family.wish(draft=wish)) for wish in (None, "ngram:3"))
     for engine, present in ((off, False), (on, True)):
         assert engine.resolved is not None
         plan = engine.resolved.plan

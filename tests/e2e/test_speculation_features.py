@@ -63,7 +63,7 @@ def params_of(temperature: float, **more: Any) -> list[SamplingParams]:
 
 def taught(params: Sequence[SamplingParams], answers: Sequence[Answer], seed: int) -> Mixed:
     drafts = Mixed(random.Random(seed), VOCAB, 0.75)
-    drafts.always_full = True
+    drafts.most = DEEPEST
     for prompt, each, answer in zip(PROMPTS, params, answers, strict=True):
         drafts.learn(prompt, each, answer.tokens)
     return drafts
@@ -223,7 +223,7 @@ def test_a_broken_row_behind_a_rejected_draft_is_no_fault(
     params = SamplingParams(temperature=0.0, max_tokens=20)
     (wanted,) = ask(drafted_by(engine, None), PROMPTS[:1], params)
     wrong = Mixed(random.Random(1), VOCAB, 1.0)
-    wrong.always_full = True
+    wrong.most = DEEPEST
     wrong.learn(PROMPTS[0], params, [(token + 1) % VOCAB for token in wanted.tokens])
     poisoned(engine, monkeypatch, slice(1, None))
     (answer,) = ask(drafted_by(engine, wrong), PROMPTS[:1], params)
