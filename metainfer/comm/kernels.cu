@@ -9,22 +9,6 @@
 #define LANES 256u
 #define GROUP 8u
 
-struct Pack {
-    mi_u32 w[4];
-};
-
-__device__ __forceinline__ Pack load_pack(mi_u64 at) {
-    Pack p;
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(p.w[0]), "=r"(p.w[1]), "=r"(p.w[2]), "=r"(p.w[3])
-                 : "l"(at));
-    return p;
-}
-__device__ __forceinline__ void store_pack(mi_u64 at, const Pack &p) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(p.w[0]), "r"(p.w[1]),
-                 "r"(p.w[2]), "r"(p.w[3])
-                 : "memory");
-}
 __device__ __forceinline__ mi_u8 load_byte(mi_u64 at) { return *(const volatile mi_u8 *)at; }
 
 // ---- element types: pack <-> wide values, in the order of memory --------------------------------
@@ -46,15 +30,9 @@ template <> struct Element<MI_BF16> {
 template <> struct Element<MI_F16> {
     typedef float Wide;
     typedef mi_u16 Raw;
-    static __device__ __forceinline__ float wide(mi_u16 x) {
-        float y;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-        return y;
-    }
+    static __device__ __forceinline__ float wide(mi_u16 x) { return half_to_float(x); }
     static __device__ __forceinline__ mi_u16 round(float x) {
-        mi_u16 y;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-        return x != x ? (mi_u16)0x7e00 : y;
+        return x != x ? (mi_u16)0x7e00 : float_to_half(x);
     }
 };
 template <> struct Element<MI_F32> {
@@ -249,7 +227,7 @@ __device__ __forceinline__ Wide sum_lanes(Wide mine, mi_u32 lane, mi_u32 group) 
     __shared__ double room[2][LANES];
     Wide *const held = (Wide *)room[group];
     held[lane] = mine;
-    asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory");
+    sync_group(group);
     if (lane < 32) {
         // 256 -> 128 -> 64 -> 32, each lane the same additions as a tree over all lanes.
         Wide a[4];
@@ -261,9 +239,9 @@ __device__ __forceinline__ Wide sum_lanes(Wide mine, mi_u32 lane, mi_u32 group) 
             mine = add(mine, __shfl_down_sync(0xffffffffu, mine, step));
         if (lane == 0) held[0] = mine;
     }
-    asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory");
+    sync_group(group);
     mine = held[0];
-    asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory");
+    sync_group(group);
     return mine;
 }
 
@@ -387,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) mi_kernel(const __grid_cons
 // ---- copy-engine schedules: a flag in the stream's order, a wait for one, a sum of pieces ---------
 
 extern "C" __global__ void mi_post(mi_u64 *at, mi_u64 value) {
-    asm volatile("fence.acq_rel.sys;" ::: "memory"); // the copies before it in the stream
+    fence_system(); // the copies before it in the stream
     mi_put(at, value);
 }
 

@@ -22,7 +22,7 @@ from metainfer.core.verdict import ACCEPT, Verdict, reject
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "kernels.cu"
-HEADERS = (FOLDER / "collective.h", FOLDER / "slab.h")
+HEADERS = tuple(FOLDER / name for name in ("collective.h", "slab.h", "ptx.h"))
 FLAGS = ("-O3", "-std=c++17")
 TIMEOUT_S = 180.0
 

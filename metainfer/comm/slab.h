@@ -81,22 +81,9 @@ typedef struct {
 
 #ifdef __CUDACC__
 
-MI_FN void mi_put(mi_u64 *at, mi_u64 value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
-MI_FN mi_u64 mi_get(const mi_u64 *at) {
-    mi_u64 value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
-    return value;
-}
-MI_FN mi_u64 mi_now(void) {
-    mi_u64 value;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
-    return value;
-}
-MI_FN void mi_relax(mi_u32 tries) {
-    if (tries > 64) __nanosleep(tries > 1024 ? 500 : 20);
-}
+#ifndef MI_ON_HOST /* a test gives these itself */
+#include "ptx.h"
+#endif
 #define MI_SYNC() __syncthreads()
 #define MI_TID ((mi_u32)threadIdx.x)
 #define MI_THREADS ((mi_u32)blockDim.x)

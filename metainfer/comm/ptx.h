@@ -1,0 +1,56 @@
+/* The instructions that CUDA C++ has no words for. A test replaces this file to run the rest on a
+ * host. */
+#ifndef MI_PTX_H
+#define MI_PTX_H
+
+MI_FN void mi_put(mi_u64 *at, mi_u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+MI_FN mi_u64 mi_get(const mi_u64 *at) {
+    mi_u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
+MI_FN mi_u64 mi_now(void) {
+    mi_u64 value;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+    return value;
+}
+MI_FN void mi_relax(mi_u32 tries) {
+    if (tries > 64) __nanosleep(tries > 1024 ? 500 : 20);
+}
+
+/* Sixteen bytes. Loads are relaxed at system scope: a peer may have written them. */
+typedef struct {
+    mi_u32 w[4];
+} Pack;
+
+MI_FN Pack load_pack(mi_u64 at) {
+    Pack p;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(p.w[0]), "=r"(p.w[1]), "=r"(p.w[2]), "=r"(p.w[3])
+                 : "l"(at));
+    return p;
+}
+MI_FN void store_pack(mi_u64 at, Pack p) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(p.w[0]), "r"(p.w[1]),
+                 "r"(p.w[2]), "r"(p.w[3])
+                 : "memory");
+}
+MI_FN float half_to_float(mi_u16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+MI_FN mi_u16 float_to_half(float x) {
+    mi_u16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+/* The 256 threads of a group meet; barrier 0 is the block's. */
+MI_FN void sync_group(mi_u32 group) {
+    asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory");
+}
+MI_FN void fence_system(void) { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+#endif

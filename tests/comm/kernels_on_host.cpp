@@ -1,0 +1,131 @@
+// kernels.cu as it is, on the host: a block is a set of threads, its barriers are theirs. One copy of
+// this library is one rank with one block, because shared memory becomes static.
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+#include <cmath>
+#include <cstring>
+
+#define __CUDACC__
+#define MI_ON_HOST
+#define __device__
+#define __global__
+#define __forceinline__ inline __attribute__((unused))
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct Index {
+    unsigned x;
+};
+static thread_local Index threadIdx;
+static Index blockIdx = {0}, blockDim = {0}, gridDim = {1};
+static pthread_barrier_t block_barrier, group_barrier[4], warp_barrier[64];
+static unsigned long long votes;
+static double lanes[64][32];
+
+static inline void __syncthreads() { pthread_barrier_wait(&block_barrier); }
+static inline int __syncthreads_or(int mine) {
+    if (mine) __atomic_fetch_or(&votes, 1ull, __ATOMIC_SEQ_CST);
+    __syncthreads();
+    const int all = votes != 0;
+    __syncthreads();
+    votes = 0;
+    return all;
+}
+static inline unsigned atomicAdd(unsigned *at, unsigned x) {
+    return __atomic_fetch_add(at, x, __ATOMIC_SEQ_CST);
+}
+static inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+template <typename T> static inline T convert(const void *from) {
+    T x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+static inline float __int_as_float(int x) { return convert<float>(&x); }
+static inline int __float_as_int(float x) { return convert<int>(&x); }
+static inline double __longlong_as_double(long long x) { return convert<double>(&x); }
+static inline long long __double_as_longlong(double x) { return convert<long long>(&x); }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fsqrt_rn(float a) { return sqrtf(a); }
+static inline double __dadd_rn(double a, double b) { return a + b; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline double __ddiv_rn(double a, double b) { return a / b; }
+static inline double __dsqrt_rn(double a) { return sqrt(a); }
+template <typename T> static inline T __shfl_down_sync(unsigned, T mine, int step) {
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    lanes[warp][lane] = (double)mine;
+    pthread_barrier_wait(&warp_barrier[warp]);
+    const T found = lane + step < 32 ? (T)lanes[warp][lane + step] : mine;
+    pthread_barrier_wait(&warp_barrier[warp]);
+    return found;
+}
+
+// What ptx.h has. 16-byte addresses are checked, as a GPU would.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+static int misaligned;
+static inline void mi_put(u64 *at, u64 value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+static inline u64 mi_get(const u64 *at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+static inline u64 mi_now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (u64)t.tv_sec * 1000000000ull + (u64)t.tv_nsec;
+}
+static inline void mi_relax(u32) { sched_yield(); }
+struct Pack {
+    u32 w[4];
+};
+static inline Pack load_pack(u64 at) {
+    if (at & 15) misaligned = 1;
+    return convert<Pack>((const void *)at);
+}
+static inline void store_pack(u64 at, Pack p) {
+    if (at & 15) misaligned = 1;
+    memcpy((void *)at, &p, 16);
+}
+static inline float half_to_float(unsigned short x) { return (float)convert<_Float16>(&x); }
+static inline unsigned short float_to_half(float x) {
+    const _Float16 y = (_Float16)x;
+    return convert<unsigned short>(&y);
+}
+static inline void sync_group(u32 group) { pthread_barrier_wait(&group_barrier[group]); }
+static inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+#include "../../metainfer/comm/kernels.cu"
+
+struct Task {
+    const MiCall *call;
+    unsigned index;
+    int add;
+};
+static void *one(void *argument) {
+    const Task *task = (const Task *)argument;
+    threadIdx.x = task->index;
+    if (task->add)
+        mi_add(*task->call);
+    else
+        mi_kernel(*task->call);
+    return 0;
+}
+
+// One block of `threads`; 1 when an address was not aligned.
+extern "C" __attribute__((visibility("default"))) int run_block(const MiCall *call, unsigned threads,
+                                                                int add) {
+    static pthread_t ids[512];
+    static Task tasks[512];
+    blockDim.x = threads;
+    misaligned = 0;
+    pthread_barrier_init(&block_barrier, 0, threads);
+    for (unsigned g = 0; g < threads / 256; g++) pthread_barrier_init(&group_barrier[g], 0, 256);
+    for (unsigned w = 0; w < threads / 32; w++) pthread_barrier_init(&warp_barrier[w], 0, 32);
+    for (unsigned i = 0; i < threads; i++) {
+        tasks[i] = {call, i, add};
+        pthread_create(&ids[i], 0, one, &tasks[i]);
+    }
+    for (unsigned i = 0; i < threads; i++) pthread_join(ids[i], 0);
+    return misaligned;
+}

@@ -1,0 +1,164 @@
+"""``kernels.cu`` itself, run on the host: a block is a set of threads (`kernels_on_host.cpp`).
+
+What this cannot show: the order of real memory, and time. What it does: indices, alignment,
+barriers, packs, the canonical sum and the epilogue, on the source that a GPU gets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import plan_of, together
+from test_local import ALGORITHMS, check, inputs, same
+
+from metainfer.comm import layout
+from metainfer.comm.backends.calls import Rows, Side
+from metainfer.comm.backends.local import LocalGroup
+from metainfer.comm.backends.slabs import SlabComm
+from metainfer.comm.exact import canonical_add_rmsnorm, canonical_sum
+from metainfer.comm.layout import Call, ErrorRecord
+from metainfer.comm.request import Epilogue, Op, Request
+
+SOURCE = Path(__file__).with_name("kernels_on_host.cpp")
+FLAGS = (
+    "-x",
+    "c++",
+    "-std=c++17",
+    "-O1",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-gnu-unique",
+)  # a static of a template is a rank's own, too
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+
+
+@pytest.fixture(scope="module", params=["any", "N=4"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, for any world and as it is built for four ranks."""
+    target = tmp_path_factory.mktemp("kernels") / f"{request.param[-1]}.so"
+    fixed = ("-DMI_N=4",) if request.param == "N=4" else ()
+    extra = ("-Wno-unknown-pragmas", "-Wno-psabi", "-march=native")
+    subprocess.run(["g++", *FLAGS, *fixed, *extra, str(SOURCE), "-o", str(target)], check=True)
+    return target
+
+
+class OneBlock:
+    """Stands in for ``shm_cpu.c``: a rank's own copy of the kernels, run by `threads` threads."""
+
+    def __init__(self, library: Path, plain: Any, threads: int) -> None:
+        self.run = ctypes.CDLL(str(library)).run_block
+        self.mi_abort = plain.mi_abort
+        self.threads = threads
+
+    def mi_run(self, call: Any, block: int, grid: int) -> int:
+        assert self.run(call, self.threads, 0) == 0, "a 16-byte access was not aligned"
+        error = ctypes.cast(call, ctypes.POINTER(Call)).contents.error
+        return int(ErrorRecord.from_address(error).code)
+
+
+class KernelGroup(LocalGroup):
+    def __init__(self, built: Path, world: int, threads: int = 32, **options: Any) -> None:
+        super().__init__(world, **options)
+        for comm in self.ranks:
+            own = built.with_name(f"{built.stem}-{comm.rank}.so")
+            if not own.exists():
+                shutil.copy(built, own)
+            comm._library = OneBlock(own, comm._library, threads)  # type: ignore[assignment]
+
+
+def worlds(built: Path) -> tuple[int, ...]:
+    return (4,) if built.stem == "4" else (2, 3)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["pushed", "shared"])
+def test_every_op_to_the_bit(built: Path, shared: bool, seed: int) -> None:
+    for world in worlds(built):
+        with KernelGroup(built, world, slot_bytes=768, shared=shared) as group:
+            for op, algorithm in ALGORITHMS:
+                for count in (0, 1, 8 * world, 501):
+                    n = count // world * world if op is Op.ALL_TO_ALL else count
+                    request = Request(op=op, count=n, dtype="bfloat16", world=world, root=1)
+                    check(group, request, algorithm, seed + count)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32"])
+def test_every_type_to_the_bit(built: Path, dtype: str, seed: int) -> None:
+    for world in worlds(built):
+        with KernelGroup(built, world, slot_bytes=4096, first_call=(1 << 40) - 2) as group:
+            for algorithm in ("one_shot", "two_shot"):
+                request = Request(op=Op.ALL_REDUCE, count=1003, dtype=dtype, world=world)
+                check(group, request, algorithm, seed, times=2)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int64"])
+def test_moving_bytes_of_any_alignment(built: Path, dtype: str, seed: int) -> None:
+    for world in worlds(built):
+        with KernelGroup(built, world, slot_bytes=512, shared=False) as group:
+            for op in (Op.ALL_GATHER, Op.BROADCAST):
+                check(group, Request(op=op, count=1001, dtype=dtype, world=world), "direct", seed)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "dtype"),
+    [(3, 4096, "bfloat16"), (2, 2056, "float16"), (3, 17, "bfloat16"), (2, 40, "float64")],
+)
+def test_epilogues_and_counts_to_the_bit(
+    built: Path, rows: int, hidden: int, dtype: str, algorithm: str, seed: int
+) -> None:
+    world = worlds(built)[-1]
+    generator = torch.Generator().manual_seed(seed)
+    kind = getattr(torch, dtype)
+    request = Request(
+        op=Op.ALL_REDUCE, count=rows * hidden, dtype=dtype, world=world,
+        epilogue=Epilogue(hidden=hidden, eps=1e-5), side_int32=5,
+    )  # fmt: skip
+    given = [torch.randn(rows, hidden, generator=generator).to(kind) for _ in range(world)]
+    residual = torch.randn(rows, hidden, generator=generator).to(kind)
+    weight = torch.randn(hidden, generator=generator).to(kind)
+    counts = [torch.arange(5, dtype=torch.int32) * (rank + 1) for rank in range(world)]
+    want, total = canonical_add_rmsnorm(canonical_sum(given), residual, weight, 1e-5)
+
+    def step(comm: SlabComm) -> None:
+        made = Rows(residual.clone(), weight, torch.full_like(residual, float("nan")))
+        side = Side(counts[comm.rank], torch.full((5,), -1, dtype=torch.int32))
+        plan = plan_of(request, algorithm)
+        out = comm.run(plan, given[comm.rank], rows=made, side=side)
+        assert same(out, canonical_sum(given)), "sum"
+        assert same(made.residual, total), "residual"
+        assert same(made.normed, want), "normed"
+        assert torch.equal(side.summed, canonical_sum(counts)), "counts"
+
+    with KernelGroup(built, world, threads=512, slot_bytes=64 * 1024) as group:
+        assert together(group, step) == [None] * world
+
+
+def test_the_sum_of_copied_pieces(built: Path, seed: int) -> None:
+    world = worlds(built)[-1]
+    request = Request(op=Op.ALL_REDUCE, count=1003, dtype="bfloat16", world=world)
+    parts = inputs(request, seed)
+    out = torch.zeros(1003, dtype=torch.bfloat16)
+    call = Call(world=world, type=layout.TYPES["bfloat16"], width=2, unit=8, output=out.data_ptr())
+    call.slab[:world] = [part.data_ptr() for part in parts]
+    call.in_len[0] = 1003
+    assert ctypes.CDLL(str(built)).run_block(ctypes.byref(call), 64, 1) == 0
+    assert same(out, canonical_sum(parts))
+
+
+def test_a_missing_peer_is_given_up_by_every_thread(built: Path) -> None:
+    world = worlds(built)[-1]
+    request = Request(op=Op.ALL_REDUCE, count=64, dtype="bfloat16", world=world)
+    plan, given = plan_of(request, "two_shot"), torch.zeros(64, dtype=torch.bfloat16)
+    with KernelGroup(built, world, budget_s=0.2) as group:
+        results = together(group, lambda c: None if c.rank == 1 else c.run(plan, given))
+        assert [getattr(result, "peer", None) for result in results[:1] + results[2:]] == [1] * (
+            world - 1
+        )
