@@ -185,6 +185,40 @@ def last_tie(logits: Tensor, inputs: Any) -> Any:
     return dataclasses.replace(good, tokens=logits.shape[1] - 1 - top)
 
 
+def stores_padding(*args: Any, **kwargs: Any) -> Any:
+    reference = op_cases("latent_qkv").REFERENCES["latent_qkv"]
+    return reference(*args[:6], args[6].clamp_min(0), **kwargs)
+
+
+def turns_the_entry_late(*args: Any, **kwargs: Any) -> None:
+    table = args[4].roll(1, 0)
+    op_cases("compress").REFERENCES["compress"](*args[:4], table, *args[5:], **kwargs)
+
+
+def forgets_raw_rows(*args: Any, **kwargs: Any) -> None:
+    import dataclasses
+
+    state = dataclasses.replace(args[5], data=args[5].data.clone())
+    op_cases("compress").REFERENCES["compress"](*args[:5], state, *args[6:], **kwargs)
+
+
+def unmixed_query(*args: Any) -> Tensor:
+    import dataclasses
+
+    form = dataclasses.replace(args[3], hadamard=False)
+    return op_cases("index_query").REFERENCES["index_query"](*args[:3], form)
+
+
+def sees_an_open_window(*args: Any, **kwargs: Any) -> Tensor:
+    later = (*args[:4], args[4] + 1, *args[5:])
+    return op_cases("index_select").REFERENCES["index_select"](*later, **kwargs)
+
+
+def no_sink(*args: Any, **kwargs: Any) -> Tensor:
+    weak = (*args[:6], args[6] - 1e4, *args[7:])
+    return op_cases("attn_sparse").REFERENCES["attn_sparse"](*weak, **kwargs)
+
+
 def raises(*args: Any) -> Tensor:
     raise RuntimeError("illegal memory access\nmore")
 
@@ -204,6 +238,13 @@ FAULTS: list[tuple[str, Callable[..., Any], str]] = [
     ("rope", next_position, "bfloat16"),
     ("linear", no_bias, "bfloat16"),
     ("sample", last_tie, "float32"),
+    ("latent_qkv", stores_padding, "float32"),
+    ("compress", turns_the_entry_late, "float32"),
+    ("compress_index", turns_the_entry_late, "bfloat16"),
+    ("compress", forgets_raw_rows, "float32"),
+    ("index_query", unmixed_query, "float32"),
+    ("index_select", sees_an_open_window, "float32"),
+    ("attn_sparse", no_sink, "bfloat16"),
     ("swiglu", raises, "float32"),
 ]
 
