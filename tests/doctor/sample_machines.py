@@ -58,7 +58,8 @@ def link(index: int, **changes: object) -> LinkFacts:
 
 
 def peer(i: int, j: int, **changes: object) -> LinkFacts:
-    fields: dict[str, object] = {"source": i, "target": j, "peer_read": True, "peer_write": True}
+    allowed = dict.fromkeys(("peer_read", "peer_write", "peer_atomics"), True)
+    fields: dict[str, object] = {"source": i, "target": j, **allowed}
     return LinkFacts(**{**fields, **changes})  # type: ignore[arg-type]
 
 

@@ -295,7 +295,8 @@ def test_unread_peer_access_is_unknown() -> None:
     seen = only(replace_link(peer(0, 1, peer_read=None)))
     assert seen.id == "link.peer-read.unknown" and "GPUs 0->1" in seen.where
     missing = with_facts(healthy(), links=tuple(healthy().facts.links[:2]))
-    assert set(found(missing)) == {"link.peer-read.unknown", "link.peer-write.unknown"}
+    kinds = ("read", "write", "atomics")
+    assert set(found(missing)) == {f"link.peer-{kind}.unknown" for kind in kinds}
 
 
 def test_claimed_peer_access_is_not_called_proven() -> None:

@@ -15,8 +15,8 @@ from metainfer.platform import host_text
 from metainfer.platform.host_text import HostText
 
 FIXTURES = Path(__file__).parent / "fixtures"
-#: On every host: each card says that it corrects errors, the driver that peers are allowed.
-EVERYWHERE = {"gpu.ecc", "link.peer-claimed"}
+#: On every host: each card corrects errors; the driver allows peers, without native atomics.
+EVERYWHERE = {"gpu.ecc", "link.peer-claimed", "link.peer-atomics"}
 SLOWS, NOTE = Severity.SLOWS, Severity.INFORMATION
 EACH = ("GPU 0", "GPU 1")
 
@@ -51,6 +51,7 @@ EXPECTED: dict[str, set[tuple[Severity, str, str]]] = {
         (NOTE, "link.iommu.unknown", "IOMMU"),
         (NOTE, "link.peer-read.unknown", "GPUs 0->1, 1->0"),
         (NOTE, "link.peer-write.unknown", "GPUs 0->1, 1->0"),
+        (NOTE, "link.peer-atomics.unknown", "GPUs 0->1, 1->0"),
     }
     | {
         (NOTE, f"{check}.unknown", gpu)
@@ -110,7 +111,7 @@ def test_evidence_is_a_line_of_the_text_or_a_fact_with_origin(name: str) -> None
     for finding in run_checks(from_text(text)):
         quoted = finding.evidence.partition(": ")[2] or finding.evidence
         last = " ".join(quoted.rsplit(": ", 1)[-1].split())
-        read = last in everything
+        read = last in everything or last.partition(" (")[0] in everything.split()
         refused = any(why in finding.evidence for why in text.refused.values())
         assert read or refused or "(probed" in finding.evidence or "exists" in finding.evidence, (
             finding

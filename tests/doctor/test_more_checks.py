@@ -309,6 +309,18 @@ def test_b15_a_data_test_overrules_the_driver() -> None:
     assert {f.id for f in mixed} == {"link.peer-wrong", "link.peer-stuck"}
 
 
+def test_b14_atomics_between_peers_are_told() -> None:
+    inputs = healthy()
+    links = tuple(dataclasses.replace(x, peer_atomics=False) for x in inputs.facts.links)
+    found = {f.id: f for f in peers.check(with_facts(inputs, links=links))}
+    assert set(found) == {"link.peer-atomics", "link.peer-claimed"}
+    assert "2 of 2 directed pairs" in found["link.peer-atomics"].what
+    silent = tuple(dataclasses.replace(x, peer_atomics=None) for x in inputs.facts.links)
+    inputs = with_facts(inputs, links=silent)
+    assert "link.peer-atomics.unknown" in {f.id for f in peers.check(inputs)}
+    assert [f.id for f in peers.check(without_local(inputs))] == ["link.peer-claimed"]
+
+
 # kernels of another architecture
 
 

@@ -157,7 +157,7 @@ def test_what_a_machine_says_cannot_break_out() -> None:
         ("clean-switch", "good", "Nothing that blocks or slows was found."),
         ("x8-link", "slows", "GPU 1 (0000:36:00.0, NVIDIA RTX PRO 6000 Blackwell Server Edition): "
          "its PCIe link runs x8 of x16."),
-        ("unreadable", "unknown", "20 things could not be read, and may be wrong: see the notes."),
+        ("unreadable", "unknown", "21 things could not be read, and may be wrong: see the notes."),
         ("acs-downstream", "slows", "4 places, from downstream port 0000:17:00.0"),
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from metainfer.doctor.evidence import fact
 from metainfer.doctor.finding import Finding, information, slows, unknown
 from metainfer.doctor.inputs import Inputs
-from metainfer.platform.facts import CUDA
+from metainfer.platform.facts import CUDA, LinkFacts
 from metainfer.platform.host_text import SMI_PEERS
 from metainfer.platform.nvidia_smi import parse_matrix
 
@@ -50,12 +50,34 @@ def check(inputs: Inputs) -> list[Finding]:
             what = f"peer {word} on {_listed(unread, len(pairs))}"
             proof = _claim(inputs, word, kind, unread[0])
             found.append(unknown(finding, _places(unread), what, evidence=proof))
-    if not found:
+    found += _atomics(inputs, links, pairs)
+    if not any(finding.id.startswith(("link.peer-read", "link.peer-write")) for finding in found):
         what = "the driver allows peer access on every pair; only a data test proves it."
         proof = _claim(inputs, "read", "peer_read", pairs[0])
         remedy = PROVE if inputs.local is not None else ""
         found.append(information("link.peer-claimed", "all pairs", what, remedy, proof))
     return found
+
+
+def _atomics(
+    inputs: Inputs, links: dict[tuple[int, int], LinkFacts], pairs: list[tuple[int, int]]
+) -> list[Finding]:
+    """Native atomics between peers; a machine file that is silent on them says so elsewhere."""
+    states = {pair: getattr(links.get(pair), "peer_atomics", None) for pair in pairs}
+    none = [pair for pair in pairs if states[pair] is False]
+    unread = [pair for pair in pairs if states[pair] is None]
+    if none:
+        what = (
+            f"no native atomics on {_listed(none, len(pairs))}, as usual over PCIe: kernels that "
+            "count on them race or spin there."
+        )
+        proof = _claim(inputs, "atomics", "peer_atomics", none[0])
+        return [information("link.peer-atomics", _places(none), what, evidence=proof)]
+    if unread and inputs.text is not None:
+        proof = _claim(inputs, "atomics", "peer_atomics", unread[0])
+        what = f"native atomics on {_listed(unread, len(pairs))}"
+        return [unknown("link.peer-atomics", _places(unread), what, evidence=proof)]
+    return []
 
 
 def _proven(inputs: Inputs) -> list[Finding]:

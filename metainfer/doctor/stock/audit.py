@@ -20,6 +20,13 @@ from metainfer.platform.origins import PROBED
 
 OUTCOMES = {"fails": Severity.BLOCKER, "loses": Severity.SLOWS, "note": Severity.INFORMATION}
 UNKNOWN = "unknown"
+#: Marks of the tables, as a reader needs them.
+MARKS = {
+    "[S]": "(read in its source)",
+    "[V]": "(read in its source or documentation)",
+    "[P]": "(public report)",
+    "[D]": "(deduced)",
+}
 PHASES = (("dsa_prefill", "sparse attention, prefill"), ("dsa_decode", "sparse attention, decode"))
 
 
@@ -269,10 +276,17 @@ def _row(row: Mapping[str, Any], outcome: str, what: str, evidence: str) -> Row:
         outcome=outcome,
         what=what,
         evidence=evidence,
-        origin=row["origin"],
+        origin=spelled(row["origin"]),
         ours=row["ours"],
         built=row["built"],
     )
+
+
+def spelled(origin: str) -> str:
+    """An origin with its marks in words."""
+    for mark, words in MARKS.items():
+        origin = origin.replace(mark, words)
+    return origin
 
 
 def fill(template: str, facts: Mapping[str, Any]) -> str:
