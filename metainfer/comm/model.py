@@ -144,6 +144,20 @@ def host_copy(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
     return costs.copy_floor + 4 * costs.copy_setup + _through_host(topology, size, 1.0)
 
 
+def direct(
+    topology: Topology, size: int, costs: Costs = SEEDS, *, through_host: bool = False
+) -> float:
+    """All-gather, reduce-scatter, broadcast and all-to-all of `size` bytes in one phase."""
+    n = topology.world
+    moved = (n - 1) / n * size
+    if through_host:
+        rate = min(topology.host_bytes_s, topology.dram_bytes_s / n)
+        return costs.floor + costs.host_handshake + (size / n + moved) / rate * 1e6
+    port = moved / (topology.link_bytes_s * eta(n - 1)) * 1e6
+    wire = max(port, _crossing(topology, _halves(topology) * size / 2))
+    return costs.floor + handshake(topology, costs) + wire
+
+
 PEER: Mapping[str, Formula] = {
     "ll": ll,
     "one_shot": one_shot,

@@ -63,6 +63,7 @@ STARRED = (
     "ops.*.tiles",
     "ops.*.audit",
     "comm.agree",
+    "comm.api",
     "comm.driver",
     "comm.errors",
     "comm.fabric.*",
