@@ -1,0 +1,114 @@
+"""One rank's collectives: plans made once, agreed on, carried out by the backend each names.
+
+`auto` may fall back, once, when a plan is made, on the record: the plan's decision lists every
+backend that was refused or slower. A running collective never changes its path.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from metainfer.comm.agree import Exchange, agree
+from metainfer.comm.plan import AUTO, CommPlan, choose, plan_digest
+from metainfer.comm.plan_file import Key
+from metainfer.comm.plan_offers import Ability, offers
+from metainfer.comm.plan_tiers import Tier
+from metainfer.comm.request import Request
+from metainfer.comm.topology import Topology
+from metainfer.core.errors import InternalError
+
+
+class Backend(Protocol):
+    """What carries a plan out: one rank of a group that is open."""
+
+    def run(self, plan: CommPlan, given: Any, out: Any = None, **extras: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class Communicator:
+    """`backends`: name -> open backend; ``host:copy`` may have one of its own. `abilities` also
+    names those that could not be opened, with the reason, so that a refusal can be read."""
+
+    def __init__(
+        self,
+        backends: Mapping[str, Backend],
+        abilities: Sequence[Ability],
+        *,
+        topology: Topology | None = None,
+        tiers: Mapping[Key, Sequence[Tier]] | None = None,
+        forced: str = AUTO,
+        deterministic: bool = False,
+    ) -> None:
+        self._backends = dict(backends)
+        self._abilities = tuple(abilities)
+        self._topology = topology
+        self._tiers = dict(tiers or {})
+        self._forced, self._deterministic = forced, deterministic
+        self._plans: dict[Request, CommPlan] = {}
+        self._agreed: set[Request] = set()
+        self.calls: Counter[str] = Counter()
+
+    def plan(self, request: Request) -> CommPlan:
+        """The plan for `request`, made on first asking.
+
+        Raises:
+            RefusedError: nobody can run it, or the forced backend cannot; with every reason.
+        """
+        found = self._plans.get(request)
+        if found is None:
+            key = (request.op.value, request.world, request.dtype)
+            found = choose(
+                request,
+                offers(request, self._abilities, self._topology),
+                self._tiers.get(key, ()),
+                forced=self._forced,
+                deterministic=self._deterministic,
+            )
+            self._plans[request] = found
+        return found
+
+    def agree(self, exchange: Exchange) -> str:
+        """Compare all plans made so far with the other ranks'; their common digest.
+
+        Raises:
+            DisagreementError: on every rank, naming the plans that differ.
+        """
+        plans = list(self._plans.values())
+        common = agree("collective plans", plan_digest(plans), exchange)
+        self._agreed.update(self._plans)
+        return common
+
+    def run(self, request: Request, given: Any, out: Any = None, **extras: Any) -> Any:
+        """Carry out an agreed request; `extras` are `side` and `rows` of the slab backends.
+
+        Raises:
+            InternalError: its plan was not agreed on before the first call.
+            CommError: the group is broken.
+        """
+        if request not in self._agreed:
+            raise InternalError(
+                f"{request.name} was not planned and agreed on before its first call"
+            )
+        plan = self._plans[request]
+        method = f"{plan.backend}:{plan.algorithm}"
+        backend = self._backends.get(method) or self._backends[plan.backend]
+        self.calls[method] += 1
+        return backend.run(plan, given, out, **extras)
+
+    def describe(self) -> dict[str, object]:
+        """Plans with their losers, and calls by path; a planned path without calls is `unused`."""
+        planned = {f"{plan.backend}:{plan.algorithm}" for plan in self._plans.values()}
+        total = sum(self.calls.values())
+        return {
+            "plans": [plan.to_json() for plan in self._plans.values()],
+            "share": {name: count / total for name, count in sorted(self.calls.items())},
+            "unused": sorted(planned - set(self.calls)) if total else [],
+        }
+
+    def close(self) -> None:
+        """Close every backend, the last opened first."""
+        for backend in reversed(list(self._backends.values())):
+            backend.close()
