@@ -25,15 +25,7 @@ from metainfer.kernels.conditions import (
     weight_schemes,
 )
 from metainfer.kernels.evidence import evidence_for
-from metainfer.kernels.impl import (
-    Context,
-    Evidence,
-    Impl,
-    Layout,
-    Numerics,
-    OpRequest,
-    Quality,
-)
+from metainfer.kernels.impl import Context, Evidence, Impl, Numerics, OpRequest, Quality
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import (
     Choice,
@@ -288,26 +280,6 @@ def test_layout_pins_schemes_and_conditions() -> None:
         select(registry, REQUESTS, card((9, 0)), Policy(layout_pins={"weight": "c@1"}))
     with pytest.raises(UsageError, match=r"linear\.up"):
         select(registry, REQUESTS, card((9, 0)), Policy(pins={"attn": "x"}))
-
-
-def test_a_layout_s_schemes_bind_the_ops_that_read_its_role() -> None:
-    """Experts may be stored in what the layout of the other weights does not pack."""
-    plain = Layout(id="a@1", role="weight", schemes=frozenset({"BF16"}))
-    four_bit = Layout(id="e@1", role="experts", schemes=frozenset({"mxfp4"}))
-    registry = Registry(
-        [
-            kernel("fast", op="linear", requires_layout={"weight": "a@1"}),
-            kernel("each", op="experts", requires_layout={"experts": "e@1"}),
-        ],
-        [plain, four_bit],
-    )
-    asked = (request("linear", schemes=("BF16",)), request("experts", schemes=("mxfp4",)))
-    policy = Policy(evidence=trusted(registry))
-    assert select(registry, asked, card((9, 0)), policy).bundle.name == "e@1 + a@1"
-    swapped = (asked[0], request("experts", schemes=("BF16",)))
-    with pytest.raises(RefusedError) as caught:
-        select(registry, swapped, card((9, 0)), policy)
-    assert [r.message for r in caught.value.reasons] == ["e@1 does not pack BF16"]
 
 
 def test_pin_that_no_bundle_can_run_is_an_error() -> None:

@@ -1,0 +1,31 @@
+"""Layouts of several roles in one bundle."""
+
+from __future__ import annotations
+
+import pytest
+from machines import card, kernel, request, trusted
+
+from metainfer.core.errors import RefusedError
+from metainfer.kernels.impl import Layout
+from metainfer.kernels.registry import Registry
+from metainfer.kernels.select import Policy, select
+
+
+def test_a_layout_s_schemes_bind_the_ops_that_read_its_role() -> None:
+    """Experts may be stored in what the layout of the other weights does not pack."""
+    plain = Layout(id="a@1", role="weight", schemes=frozenset({"BF16"}))
+    four_bit = Layout(id="e@1", role="experts", schemes=frozenset({"mxfp4"}))
+    registry = Registry(
+        [
+            kernel("fast", op="linear", requires_layout={"weight": "a@1"}),
+            kernel("each", op="experts", requires_layout={"experts": "e@1"}),
+        ],
+        [plain, four_bit],
+    )
+    asked = (request("linear", schemes=("BF16",)), request("experts", schemes=("mxfp4",)))
+    policy = Policy(evidence=trusted(registry))
+    assert select(registry, asked, card((9, 0)), policy).bundle.name == "e@1 + a@1"
+    swapped = (asked[0], request("experts", schemes=("BF16",)))
+    with pytest.raises(RefusedError) as caught:
+        select(registry, swapped, card((9, 0)), policy)
+    assert [r.message for r in caught.value.reasons] == ["e@1 does not pack BF16"]
