@@ -103,7 +103,15 @@ def test_a_killed_run_leaves_a_part_that_is_begun_again(tmp_path: Path) -> None:
     (victim,) = (tmp_path / "a").glob("model-00002-*.safetensors")
     victim.rename(victim.with_name(victim.name + ".part"))
     (tmp_path / "a" / "config.json").unlink()
-    assert write(tmp_path / "a") > 0
+    left: list[Path] = []  # what is there when the first tensor is drawn
+
+    class Watching(RandomSource):
+        def read(self, name: str) -> Stored:
+            left.extend(() if len(left) else tmp_path.glob("a/*"))
+            return super().read(name)
+
+    assert write(tmp_path / "a", source=Watching(DRAWS, 0)) > 0
+    assert left and not any(path.name.endswith(".part") for path in left)
     assert content(tmp_path / "a") == content(tmp_path / "whole")
     assert write(tmp_path / "a") == Checkpoint.open(tmp_path / "a").index.nbytes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from metainfer.formats import readahead
@@ -24,6 +24,8 @@ SPANS = st.lists(
 
 
 @given(spans=SPANS, gap=st.integers(0, 5))
+@example(spans=[(A, 5, 9), (A, 0, 5)], gap=0)
+@example(spans=[(A, 0, 5), (A, 7, 9)], gap=2)
 def test_merged_spans_cover_the_same_bytes_once(spans: list[Span], gap: int) -> None:
     found = merged(spans, gap)
     wanted = {(path, at) for path, start, stop in spans for at in range(start, stop)}

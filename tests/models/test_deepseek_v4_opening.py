@@ -16,6 +16,7 @@ from metainfer.formats.export import export
 from metainfer.formats.index import CheckpointIndex
 from metainfer.formats.random_source import RandomSource
 from metainfer.formats.safetensors_writer import Entry, Writer
+from metainfer.models.registry import random_draws
 from metainfer.planner.opening import open_model
 
 FP4 = "random:tiny-deepseek-v4-fp4?layers=4"
@@ -98,6 +99,17 @@ def test_the_ledger_of_the_real_shape_counts_stored_bytes() -> None:
     assert {site for site, schemes in found.items() if schemes == {"BF16"}} == {
         "embed", "linear.lm_head", "linear_f32.csa", "linear_f32.hca",
     }  # fmt: skip
+
+
+def test_a_draft_is_drawn_as_it_is_published() -> None:
+    model = open_model(FP4)
+    arch = model.arch.with_draft()
+    found = random_draws(arch, model.source.config)
+    assert {found[f"mtp.0.{name}.weight"].scheme for name in ("e_proj", "h_proj", "attn.wkv")} == {
+        "fp8_128"
+    }
+    assert found["mtp.0.ffn.experts.7.w1.weight"].scheme == "mxfp4"
+    assert found["mtp.0.enorm.weight"].mean == found["mtp.0.norm.weight"].mean == 1.0
 
 
 def test_the_april_config_does_not_name_the_experts(edited: Callable[..., Path]) -> None:

@@ -17,7 +17,7 @@ from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
 
 _FP8_SITES = (
     "linear.wqkv", "linear.wq_b", "linear.index_q", "out_group", "linear.wo_b",
-    "linear.shared13", "linear.shared2",
+    "linear.shared13", "linear.shared2", "linear.mtp_e", "linear.mtp_h",
 )  # fmt: skip
 
 
