@@ -49,7 +49,7 @@ def assemble(
     weights = load_weights(arch, source, layouts, dtype=dtype, device=device, progress=progress)
     phase("model")
     family = family_of({"model_type": arch.family}, "plan")
-    model = resolve_attribute(family.build)(
+    model: Any = resolve_attribute(family.build)(
         arch,
         weights.packed,
         weights.plain,
@@ -75,7 +75,7 @@ def assemble(
             step_tokens=plan.limits.step_tokens,
             max_context=plan.limits.max_context,
             vocab=arch.vocab_size,
-            weight_bytes=weights.nbytes,
+            weight_bytes=weights.nbytes + model.table_bytes,
             graph_buckets=plan.graph_buckets,
             drafts=plan.draft.depth,
             model_drafts=drafter,

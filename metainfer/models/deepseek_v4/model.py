@@ -50,6 +50,11 @@ class DeepSeekV4Model:
         self.tables = (cos_sin, compress_cos_sin)  # [M, R] float32 each
         self.layers = [read_layer(arch, i, packed, plain, self.tables) for i in range(arch.layers)]
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the position tables held beside the weights."""
+        return sum(table.nbytes for table in self.tables)
+
     def forward(
         self,
         inputs: SegmentInputs,

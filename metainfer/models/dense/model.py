@@ -66,6 +66,11 @@ class DenseModel:
             for i in range(arch.layers)
         ]
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the position tables held beside the weights."""
+        return self.cos_sin.nbytes
+
     def forward(
         self,
         inputs: SegmentInputs,
