@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 
 class Grammar(Protocol):
-    """Which ids may come next in one request. Speculation asks about places it may never reach."""
+    """Which ids may come next in one request. Speculation asks about places it may never reach.
+
+    It belongs to a slot's `SlotState`: a request that re-enters gets a new one, which has to be told
+    what was generated before.
+    """
 
     def allowed(self, ahead: Sequence[int]) -> npt.NDArray[np.bool_]:
         """bool [V]: what may follow everything accepted and then `ahead`.
