@@ -119,6 +119,19 @@ def test_by_hand(data: st.DataObject) -> None:
             torch.testing.assert_close(got[j, h], want, rtol=1e-10, atol=1e-12)
 
 
+def test_only_listed_entries_are_read(seed: int) -> None:
+    """A row that lists fewer than it may: entry 0 is poison, and stays out."""
+    entries = torch.full((22, 6), NAN, dtype=torch.float64)
+    entries[3:8] = noise(seed, 5, 6)
+    picks = torch.tensor([[3, 4, 5], [-1, 7, -1]], dtype=torch.int32)
+    q, tokens = noise(seed + 1, 2, 2, 6), noise(seed + 2, 22, 6)
+    got = attend(
+        q, tokens, entries, picks, noise(seed + 3, 2), turns(seed, 22, 4), 20,
+        scale=0.5, window=3, ratio=1,
+    )  # fmt: skip
+    assert not got.isnan().any()
+
+
 def test_the_inverse_turns_back(seed: int) -> None:
     x, turn = noise(seed, 3, 10), turns(seed + 1, 3, 6)
     there = rotate_tail(x, turn)
