@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Grammar(Protocol):
     """Which ids may come next in one request. Speculation asks about places it may never reach.
 
-    It belongs to a slot's `SlotState`: a request that re-enters gets a new one, which has to be told
+    It belongs to a slot's state: a request that re-enters gets a new one, which has to be told
     what was generated before.
     """
 
