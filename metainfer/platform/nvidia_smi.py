@@ -15,6 +15,7 @@ from metainfer.platform.cuda_driver import normal_bus_id
 _GPU = re.compile(r"GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)\s*$")
 _PAIR = re.compile(r"^( *)(\S.*?)\s+: (.*)$")
 _NOTHING = ("N/A", "[N/A]", "Unknown", "Unknown Error", "[Unknown Error]", "None", "")
+_UNDERLINE = re.compile(r"\x1b\[[0-9;]*m")  # the tool may underline its heads, whoever reads
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -111,7 +112,7 @@ def parse_matrix(text: str) -> dict[tuple[int, int], str]:
     """The GPU part of ``topo -m`` or ``topo -p2p``: (row, column) -> word such as PIX or OK."""
     columns: list[int] = []
     found: dict[tuple[int, int], str] = {}
-    for line in text.splitlines():
+    for line in _UNDERLINE.sub("", text).splitlines():
         words = line.split()
         numbers = [int(word[3:]) for word in words if re.fullmatch(r"GPU\d+", word)]
         if not columns and numbers and re.fullmatch(r"GPU\d+", words[0]):

@@ -372,12 +372,20 @@ def test_a_folder_overrules_a_name(tmp_path: Path) -> None:
     assert traits.facts["family"] == "glm_dsa" and traits.facts["weights"] == "bf16"
 
 
+def test_a_larger_sister_does_not_borrow_sizes() -> None:
+    assert recognise("DeepSeek-V4-Pro").facts["hidden"] == 7168
+    assert "experts" not in recognise("DeepSeek-V4-Pro").facts
+    assert recognise("deepseek-v4.1-flash").facts["experts"] == 384
+
+
 @pytest.mark.parametrize(
     ("name", "family"),
     [
         (V32, "deepseek_v32"), ("random:deepseek-v3.2", "deepseek_v32"), ("GLM-5.1", "glm_dsa"),
         ("GLM-5.3", "glm_dsa_shared"), (FLASH, "glm_flash"), (V4, "deepseek_v4"),
-        ("random:deepseek-v4-flash", "deepseek_v4"), ("random:qwen3-8b", "dense"), ("x", None),
+        ("random:deepseek-v4-flash", "deepseek_v4"),
+        ("deepseek-v4.1-flash", "deepseek_v41"),
+        ("DeepSeek-V4-Pro", "deepseek_v4"), ("random:qwen3-8b", "dense"), ("x", None),
     ],
 )  # fmt: skip
 def test_names(name: str, family: str | None) -> None:

@@ -247,6 +247,10 @@ def test_matrices_and_capabilities() -> None:
     topology = parse_matrix(text.get(host_text.SMI_TOPOLOGY) or "")
     assert topology[0, 1] == "NODE" and topology[0, 2] == "SYS" and (0, 0) not in topology
     assert set(parse_matrix(text.get(host_text.SMI_PEERS["read"]) or "").values()) == {"OK"}
+    assert "\x1b[4m" in (text.get(host_text.SMI_TOPOLOGY) or "")  # as the tool prints it
+    rows = "GPU0\t X \tPIX\tSYS\nGPU1\tPIX\t X \tPHB\nNIC0\tSYS\tPHB\t X \n"
+    for head in ("\t\x1b[4mGPU0\tGPU1\tNIC0\tGPU NUMA ID\x1b[0m\n", "\tGPU0\tGPU1\tNIC0\n"):
+        assert parse_matrix(head + rows) == {(0, 1): "PIX", (1, 0): "PIX"}
     assert parse_matrix("no matrix") == {}
     assert parse_capabilities("00000000:16:00.0, 12.0\nbad line\n") == {"0000:16:00.0": (12, 0)}
 
