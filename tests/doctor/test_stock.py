@@ -269,6 +269,39 @@ def test_b04_a_divided_chunk_misses_the_threshold_and_the_advice_reaches_it(
         assert chunks.fast_rows(100_000, int(advised), dp) > 0
 
 
+# memory
+
+
+@pytest.mark.parametrize(
+    ("model", "chunk", "context", "expected"),
+    [
+        (V32, 8192, 131072, 8192 * 131072 * 4),
+        (V32, 2048, 131071, 0),  # just below a GiB
+        (V32, 2048, 131072, 1 << 30),
+        (V4, 8192, 131072, 1 << 30),  # a key for each 4 tokens
+        (V4, 8192, 131068, 0),
+        ("meta-llama/Llama-3-8B", 65536, 131072, 0),
+    ],
+)
+def test_b19_scores_that_no_budget_counts(
+    model: str, chunk: int, context: int, expected: int
+) -> None:
+    line = f"serve {model} --max-num-batched-tokens {chunk} --max-model-len {context}"
+    made = audit(cards((12, 0)), StockRequest("vllm", line))
+    (what,) = [r["what"] for r in made["rows"] if r["id"] == "indexer-transient"] or [""]
+    assert (f"{expected:,} B" in what) if expected else what == ""
+    assert "indexer-transient" not in outcomes(cards((12, 0)), "vllm", f"serve {V32}")
+
+
+@pytest.mark.parametrize(
+    ("limit", "outcome"), [(101_376, "loses"), (166_912, None), (232_448, None), (None, "unknown")]
+)
+def test_b02_default_tiles_against_the_cards_limit(limit: int | None, outcome: str | None) -> None:
+    devices = (card(capability=(12, 0), shared_bytes_per_block=limit),) * 2
+    facts = with_facts(healthy(), devices=devices).facts
+    assert outcomes(facts, "sglang", f"--model-path {GLM}").get("tiles") == outcome
+
+
 # tuned tables
 
 

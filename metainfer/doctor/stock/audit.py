@@ -27,6 +27,12 @@ MARKS = {
     "[P]": "(public report)",
     "[D]": "(deduced)",
 }
+#: Facts that are computed, and the flags without which there is nothing to compute.
+FROM_FLAGS = {
+    "chunk_per_rank": ("chunk",),
+    "prefill_payload": ("chunk",),
+    "indexer_bytes": ("chunk", "context"),
+}
 PHASES = (("dsa_prefill", "sparse attention, prefill"), ("dsa_decode", "sparse attention, decode"))
 
 
@@ -121,10 +127,8 @@ def _paths(about: Subject, engine: str) -> Iterable[Row]:
 
 def _silent(when: Mapping[str, Any], about: Subject) -> bool:
     """A condition on a flag that was not given: the path is not in question."""
-    return any(
-        about.origins[fact_of(key)] == "not given" and about.facts[fact_of(key)] is None
-        for key in when
-    )
+    names = {name for key in when for name in (fact_of(key), *FROM_FLAGS.get(fact_of(key), ()))}
+    return any(about.origins[name] == "not given" and about.facts[name] is None for name in names)
 
 
 def _attention(about: Subject, line: StockLine) -> Iterable[Row]:

@@ -54,7 +54,7 @@ def recognise(reference: str) -> ModelTraits:
         )
     if found is None:
         return ModelTraits(reference=reference, how=f"not recognised: {how}")
-    facts = {key: found[key] for key in ("family", "row", *KEYS) if key in found}
+    facts = {key: found[key] for key in ("family", "row", "index_ratio", *KEYS) if key in found}
     facts |= {flag: bool(found.get(flag)) for flag in FLAGS}
     for key, name in KEYS.items():
         text = (config or {}).get("text_config", config or {})

@@ -18,9 +18,10 @@ from metainfer.platform.facts import CUDA, Facts
 WITHOUT_NVLINK = ((8, 9), (12, 0), (12, 1))
 #: Bytes of a bfloat16 activation.
 WIDE = 2
+FLOAT32 = 4
 MODEL_FACTS = (
     "family", "sparse", "pooled", "index_sharing", "hidden", "heads", "experts",
-    "moe_intermediate", "index_topk", "row", "weights",
+    "moe_intermediate", "index_topk", "index_ratio", "row", "weights",
 )  # fmt: skip
 RESOLVED = ("kv", "dsa_prefill", "dsa_decode")
 
@@ -64,6 +65,8 @@ def _machine(machine: Facts, facts: dict[str, Any], origins: dict[str, str]) -> 
     pair = device.capability if device.kind == CUDA else None
     facts["capability"] = None if pair is None else f"{pair[0]}.{pair[1]}"
     facts["major"] = None if pair is None else pair[0]
+    facts["shared"] = device.shared_bytes_per_block if device.kind == CUDA else None
+    origins["shared"] = origin_of(machine, "devices.0.shared_bytes_per_block")
     facts["gpus"] = len(machine.devices) if device.kind == CUDA else 0
     facts["device_name"] = device.name
     for name in ("capability", "major"):
@@ -99,6 +102,11 @@ def _derived(engine: str, facts: dict[str, Any], origins: dict[str, str]) -> Non
     put("chunk_per_rank", each, "chunk over data-parallel ranks")
     payload = None if each is None or hidden is None else each * hidden * WIDE
     put("prefill_payload", payload, "rows x hidden x 2 bytes")
+    context, ratio = facts.get("context"), facts.get("index_ratio")
+    scores = each * context // ratio * FLOAT32 if each and context and ratio else None
+    if facts.get("sparse") is False:
+        scores = 0
+    put("indexer_bytes", scores, "rows x context / tokens a key x 4 bytes")
     put("advised_chunk", advised_chunk(dp), "threshold x data-parallel ranks")
     ranks = tp if engine == "sglang" else tp * dp
     put("ranks", ranks, "the layout's product")
