@@ -24,15 +24,19 @@ from metainfer.planner.resolve import Resolved, resolve
 
 REFERENCE = "random:qwen3-8b?layers=2"
 MODEL = open_model(REFERENCE).facts
+ARCH = MODEL.arch
 ANY_DEPTH, BLOCK = DraftModule(), DraftModule(block=5)
 
 
-def resolved(draft: str | None, module: DraftModule | None = None, **intent: Any) -> Resolved:
+def resolved(
+    draft: str | None, module: DraftModule | None = None, arch: Any = ARCH, **intent: Any
+) -> Resolved:
     facts = target_facts("sm_120", {"triton": "3.7.1", "torch": "2.13.0"})
     facts = replace(facts, devices=(replace(facts.device, memory_bytes=96 << 30),))
     policy = Policy(min_evidence=Evidence.NONE, allow_fallback=frozenset({"all"}))
     wish = Intent(model=REFERENCE, draft=draft, **intent)
-    return resolve(wish, replace(MODEL, draft=module), facts, builtin_registry(), policy)
+    model = replace(MODEL, draft=module, arch=arch)
+    return resolve(wish, model, facts, builtin_registry(), policy)
 
 
 def decision(found: Resolved) -> Decision:
@@ -158,3 +162,19 @@ def test_b22_a_ring_must_take_back_every_draft() -> None:
     with pytest.raises(RefusedError) as caught:
         check_rewind(deep, form_groups((states(0),), page_tokens=16))
     assert "--draft off" in caught.value.remedy
+
+
+class ShortRing:
+    """The model with a state beside its pages that takes back three tokens."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ARCH, name)
+
+    def cache_specs(self, *given: Any) -> tuple[CacheSpec, ...]:
+        return (*ARCH.cache_specs(*given), states(3))
+
+
+def test_b22_the_plan_is_refused_when_a_ring_is_too_short() -> None:
+    assert resolved("ngram:3", arch=ShortRing()).plan.draft.depth == 3
+    with pytest.raises(RefusedError, match="take back 3"):
+        resolved("ngram:4", arch=ShortRing())
