@@ -32,7 +32,7 @@ def kill_one(devices: list[int], environ: dict[str, str], backend: str) -> Repor
     """Rank 1 is killed in mid-call; what is raised, and how soon."""
     group = group_of(devices, environ)
     try:
-        group.call("open", backend, 4, 2.0)
+        group.call("open", backend, 0, 2.0)
         group.call("warm", backend, "one_shot", [8192])
         begin = time.monotonic()
         group.call("die", backend, 1)

@@ -66,7 +66,7 @@ class Rank:
         self._controls.append(control)
         return control
 
-    def open(self, backend: str, blocks: int = 4, budget_s: float = 20.0) -> str:
+    def open(self, backend: str, blocks: int = 0, budget_s: float = 20.0) -> str:
         """Open one backend on all ranks."""
         if backend == "host":
             control = self._control("host", 4 << 20)

@@ -205,29 +205,32 @@ def graph_us(
 
 
 def time_virtual(host: bool) -> Report:
+    """All-reduces in graphs over sizes, algorithms and grids; `best` per world and size."""
     rows: Report = {}
-    sizes = (
-        (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB) if host else (8 * KIB, 64 * KIB, 512 * KIB)
-    )
+    sizes = [8 * KIB, 64 * KIB, 512 * KIB]
+    grids = [(blocks, 1) for blocks in (1, 2, 4, 8, 16)]
+    if host:
+        sizes = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB]
+        grids += [(8, 4), (16, 4)]
     for world in (2,) if host else (2, 4, 8):
-        for blocks in (1, 2, 4, 8, 16):
-            with CudaLocalGroup(
-                world, host_memory=host, slot_bytes=2 * MIB, blocks=blocks
-            ) as group:
+        for blocks, turns in grids:
+            options = {"host_memory": host, "slot_bytes": 2 * MIB, "budget_s": 5.0}
+            with CudaLocalGroup(world, blocks=blocks, lag=turns, **options) as group:
                 for algorithm in ("one_shot", "two_shot"):
                     for size in sizes:
-                        plan = message(size, world, "local", algorithm)
-                        group.warm(plan)
-                        given = torch.randn(size // 2, device="cuda").to(torch.bfloat16)
-                        out = [torch.empty_like(given) for _ in range(world)]
-
-                        def step(rank: int) -> None:
-                            group.ranks[rank].run(plan, given, out[rank])  # noqa: B023
-
-                        rows[f"N={world} {size} {algorithm} blocks={blocks}"] = graph_us(
-                            group, step
-                        )
+                        if turns == 1 or size >= 256 * KIB:
+                            name = f"N={world} {size} {algorithm} blocks={blocks} turns={turns}"
+                            rows[name] = time_one(group, algorithm, size)
     return {"rows": rows, "best": best(rows)}
+
+
+def time_one(group: CudaLocalGroup, algorithm: str, size: int) -> dict[str, float]:
+    world = len(group.ranks)
+    plan = message(size, world, "local", algorithm)
+    group.warm(plan)
+    given = torch.randn(size // 2, device="cuda").to(torch.bfloat16)
+    out = [torch.empty_like(given) for _ in range(world)]
+    return graph_us(group, lambda rank: group.ranks[rank].run(plan, given, out[rank]))
 
 
 def best(rows: Report) -> Report:
@@ -295,19 +298,39 @@ def copies() -> Report:
                 with torch.cuda.stream(streams[rank]):
                     ranks[rank].run(plan, given[rank], out[rank])  # noqa: B023
 
-        torch.cuda.synchronize()
-        samples = []
-        for turn in range(9):
-            begin = time.perf_counter()
-            both()
-            torch.cuda.synchronize()
-            samples.append((time.perf_counter() - begin) * 1e6)
-            for rank in range(2):
-                ranks[rank].check()
-                if turn == 0 and not torch.equal(bits(out[rank]), bits(want)):
-                    wrong.append(f"{size} B rank {rank}")
-        samples = samples[2:]
-        middle = statistics.median(samples)
-        mad = statistics.median(abs(x - middle) for x in samples)
-        rows[str(size)] = {"us": middle, "mad": mad, "n": len(samples)}
+        for piece in (0, MIB, 2 * MIB):
+            if piece and size < 5 * MIB:
+                continue
+            for rank in ranks:
+                rank.piece_bytes = piece
+            key = f"{size} piece={piece}" if piece else str(size)
+            rows[key] = time_copies(both, ranks, out, want, wrong)
     return {"wrong": wrong, "rows": rows}
+
+
+def time_copies(
+    both: Callable[[], None],
+    ranks: list[CopyRank],
+    out: list[torch.Tensor],
+    want: torch.Tensor,
+    wrong: list[str],
+) -> dict[str, float]:
+    """Wall time of a call of both ranks, launches included; the first one is checked."""
+    torch.cuda.synchronize()
+    for tensor in out:
+        tensor.fill_(float("nan"))
+    torch.cuda.synchronize()
+    samples = []
+    for turn in range(9):
+        begin = time.perf_counter()
+        both()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - begin) * 1e6)
+        for rank in ranks:
+            rank.check()
+            if turn == 0 and not torch.equal(bits(out[rank.rank]), bits(want)):
+                wrong.append(f"{want.nbytes} B rank {rank.rank}, piece {rank.piece_bytes}")
+    samples = samples[2:]
+    middle = statistics.median(samples)
+    mad = statistics.median(abs(x - middle) for x in samples)
+    return {"us": middle, "mad": mad, "n": len(samples)}

@@ -165,6 +165,7 @@ MI_FN mi_u64 mi_sum_gather(const MiCall *call, mi_u64 calls, mi_u32 half) {
 MI_FN mi_u64 mi_collective(const MiCall *call) {
     const mi_u64 calls = mi_enter(call);
     const mi_u32 half = (mi_u32)(calls & 1);
+    mi_take_turn(call, calls);
     mi_push(call, half);
     const mi_u64 code = mi_meet(call, calls, 0);
     if (code != MI_OK) return code;

@@ -67,7 +67,7 @@ class Call(ctypes.Structure):
         *[(name, _u32) for name in ("rank", "world", "kind", "type", "width", "shared", "same")],
         *[(name, _u32) for name in ("dry", "side", "hidden")],
         ("eps", ctypes.c_float),
-        ("reserved", _u32),
+        ("lag", _u32),
     )
 
 

@@ -48,6 +48,7 @@ typedef uint8_t mi_u8;
 #define MI_AT_PID 64
 #define MI_AT_CALLS 128
 #define MI_ARRIVED_AFTER 128
+#define MI_PUSHED_AFTER 64 /* two counters, by parity of the call: blocks that have pushed */
 #define MI_AT_ABORT 384
 #define MI_AT_BEAT 512
 #define MI_AT_ERROR 640
@@ -68,7 +69,8 @@ typedef struct {
  * by it. `unit`: elements that stay in one block. `same`: every peer gets the same range. `stride`:
  * bytes between the parts of different peers in a shared slot. `second`: byte offset in a slot of
  * what phase 1 carries. `state`: the call counter, with the arrivals MI_ARRIVED_AFTER further on, in
- * memory that this rank's processor counts in. */
+ * memory that this rank's processor counts in. `lag`: groups of blocks that push one after another, so
+ * that one group reads while the next writes and both directions of a link are busy; 0: all at once. */
 typedef struct {
     mi_u64 slab[MI_WORLD];
     mi_u64 in_begin[MI_WORLD], in_len[MI_WORLD], out_begin[MI_WORLD], out_len[MI_WORLD];
@@ -76,7 +78,7 @@ typedef struct {
     mi_u64 slot_bytes, stride, second, unit, budget_ns, plan;
     mi_u32 rank, world, kind, type, width, shared, same, dry, side, hidden;
     float eps;
-    mi_u32 reserved;
+    mi_u32 lag;
 } MiCall;
 
 #ifdef __CUDACC__
@@ -172,17 +174,20 @@ MI_FN void mi_stripe(mi_u64 len, mi_u64 unit, mi_u64 *begin, mi_u64 *end) {
 MI_FN mi_u64 mi_enter(const MiCall *call) {
     mi_u64 *const counter = mi_word(call->state, 0);
     mi_u32 *const arrived = (mi_u32 *)mi_word(call->state, MI_ARRIVED_AFTER);
+#define MI_PUSHED(call, calls) ((mi_u32 *)mi_word((call)->state, MI_PUSHED_AFTER + ((calls)&1) * 32))
 #ifdef __CUDACC__
     __shared__ mi_u64 mi_calls;
     if (MI_TID == 0) {
         const mi_u64 calls = *(volatile mi_u64 *)counter;
         if (!call->dry) {
             if (MI_GRID == 1) {
+                *(volatile mi_u32 *)MI_PUSHED(call, calls + 1) = 0;
                 *(volatile mi_u64 *)counter = calls + 1;
             } else {
                 __threadfence(); /* the counter is read before the arrival is seen */
                 if (atomicAdd(arrived, 1u) == MI_GRID - 1) {
                     *(volatile mi_u32 *)arrived = 0;
+                    *(volatile mi_u32 *)MI_PUSHED(call, calls + 1) = 0;
                     *(volatile mi_u64 *)counter = calls + 1;
                 }
             }
@@ -195,10 +200,39 @@ MI_FN mi_u64 mi_enter(const MiCall *call) {
     const mi_u64 calls = __atomic_load_n(counter, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(arrived, 1u, __ATOMIC_ACQ_REL) == MI_GRID) {
         __atomic_store_n(arrived, 0u, __ATOMIC_RELAXED);
+        __atomic_store_n(MI_PUSHED(call, calls + 1), 0u, __ATOMIC_RELAXED);
         __atomic_store_n(counter, calls + 1, __ATOMIC_RELEASE);
     }
     return calls;
 #endif
+}
+
+/* Wait until the groups of blocks before this one have pushed. They push without waiting for anyone
+ * outside this call, so this ends. */
+MI_FN void mi_take_turn(const MiCall *call, mi_u64 calls) {
+    if (call->lag < 2 || MI_GRID < call->lag || call->dry) return;
+    const mi_u32 before = MI_BID * call->lag / MI_GRID * MI_GRID / call->lag;
+    if (MI_TID == 0 && before) {
+#ifdef __CUDACC__
+        while (*(volatile mi_u32 *)MI_PUSHED(call, calls) < before) __nanosleep(20);
+#else
+        while (__atomic_load_n(MI_PUSHED(call, calls), __ATOMIC_ACQUIRE) < before) sched_yield();
+#endif
+    }
+    MI_SYNC();
+}
+
+/* This block's flags are posted, so its payload has left: the next group may go. */
+MI_FN void mi_pass_turn(const MiCall *call, mi_u64 calls) {
+    if (call->lag < 2 || MI_GRID < call->lag) return;
+    MI_SYNC();
+    if (MI_TID == 0) {
+#ifdef __CUDACC__
+        atomicAdd(MI_PUSHED(call, calls), 1u);
+#else
+        __atomic_add_fetch(MI_PUSHED(call, calls), 1u, __ATOMIC_ACQ_REL);
+#endif
+    }
 }
 
 /* Write down what happened and tell every peer; a later call sees the word and leaves at once. */
@@ -266,6 +300,7 @@ MI_FN mi_u64 mi_meet(const MiCall *call, mi_u64 calls, mi_u32 phase) {
     MI_SYNC();
     for (mi_u32 p = MI_TID; p < mi_world(call); p += MI_THREADS)
         if (p != call->rank) mi_put(mi_flag(call->slab[p], phase, MI_BID, call->rank), flag);
+    if (phase == 0) mi_pass_turn(call, calls);
     for (mi_u32 p = MI_TID; p < mi_world(call); p += MI_THREADS)
         if (p != call->rank && code == MI_OK) code = mi_wait_for(call, calls, phase, p);
 #ifdef __CUDACC__

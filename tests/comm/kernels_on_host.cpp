@@ -37,6 +37,7 @@ static inline int __syncthreads_or(int mine) {
 static inline unsigned atomicAdd(unsigned *at, unsigned x) {
     return __atomic_fetch_add(at, x, __ATOMIC_SEQ_CST);
 }
+static inline void __nanosleep(unsigned) { sched_yield(); }
 static inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 template <typename T> static inline T convert(const void *from) {
     T x;

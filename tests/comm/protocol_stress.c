@@ -65,6 +65,7 @@ static void prepare(mi_u32 rank, mi_u64 call) {
     c->budget_ns = skip ? 300000000ull : 60000000000ull;
     c->plan = mix(kind * 1000 + n) & 0xffffff;
     c->side = 4;
+    c->lag = (mi_u32)(call % 5);
     c->side_in = (mi_u64)side_in[rank];
     c->side_out = (mi_u64)side_out[rank];
     const mi_u64 part = (n + world * 4 - 1) / (world * 4) * 4;

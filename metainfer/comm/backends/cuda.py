@@ -24,15 +24,18 @@ from metainfer.comm.backends.calls import Caller, Rows, Side, checked
 from metainfer.comm.backends.shm_cpu import ShmComm
 from metainfer.comm.backends.slabs import gather_bytes
 from metainfer.comm.errors import CommError
-from metainfer.comm.layout import Code, ErrorRecord
+from metainfer.comm.layout import Code, ErrorRecord, Kind
 from metainfer.comm.loader import Variant
-from metainfer.comm.pieces import Slots, element_type
+from metainfer.comm.pieces import Piece, Slots, element_type
 from metainfer.comm.plan import CommPlan
 from metainfer.comm.request import Request
 
 SLOT_BYTES = 1 << 20
 BUDGET_S = 20.0
 MAX_THREADS = 512
+BLOCK_BYTES = 16 << 10
+TURN_BYTES = 256 << 10
+TURNS = 4
 _STATE_BYTES = 4096
 _modules: dict[tuple[Variant, str], driver.Module] = {}
 
@@ -55,7 +58,7 @@ def module(variant: Variant, device: int) -> driver.Module:
 
 class CudaComm(Caller):
     """One rank on a device. `slabs`: addresses as the device sees them; `closing` gives back what
-    they stand for."""
+    they stand for; `blocks` and `lag` as in a call, 0: by size."""
 
     device = "cuda"
 
@@ -69,7 +72,8 @@ class CudaComm(Caller):
         first_call: int = 0,
         clear: bool = True,
         budget_s: float = BUDGET_S,
-        blocks: int = 4,
+        blocks: int = 0,
+        lag: int = 0,
         threads: int = MAX_THREADS,
         closing: Callable[[], None] = lambda: None,
     ) -> None:
@@ -83,7 +87,7 @@ class CudaComm(Caller):
             state=self._state_memory.data_ptr(),
             budget_s=budget_s,
         )
-        self.blocks, self.threads = blocks, threads
+        self.blocks, self.lag, self.threads = blocks, lag, threads
         self.index = device
         self._closing = closing
         self._broken: CommError | None = None
@@ -114,7 +118,7 @@ class CudaComm(Caller):
             lengths = list(call.out_len)
             call.out_len[:] = [0] * layout.WORLD
             call.input = call.output = scratch.data_ptr()
-            function(self.blocks, self.threads, stream, [call])
+            function(1, self.threads, stream, [call])
             torch.cuda.synchronize(self.index)
             call.dry, call.in_len[:], call.out_len[:] = 0, kept, lengths
 
@@ -139,8 +143,20 @@ class CudaComm(Caller):
         stream = torch.cuda.current_stream(self.index).cuda_stream
         for call, piece in self.calls_of(plan):
             self.fill(call, piece, request, given, out, side, rows)
-            function(self.blocks, self.threads, stream, [call])
+            blocks, call.lag = self._grid(piece, call.width)
+            function(blocks, self.threads, stream, [call])
         return out
+
+    def _grid(self, piece: Piece, width: int) -> tuple[int, int]:
+        """Blocks of a call and how many groups push in turn: the same on all ranks, for flags are
+        per block. Seeds: a block per 16 KiB, turns in host memory from 256 KiB on."""
+        size = (piece.in_len[0] if piece.same else sum(piece.in_len)) * width
+        if piece.kind is Kind.COPY and piece.same:  # ranks bring parts of their own length
+            size = sum(piece.out_len) * width
+        wanted = 1 << max(0, (size - 1) // BLOCK_BYTES).bit_length()
+        blocks = self.blocks or min(layout.BLOCKS, wanted)
+        lag = self.lag or (TURNS if self.slots.shared and size >= TURN_BYTES else 1)
+        return blocks, lag
 
     def check(self) -> None:
         """Raise what a kernel has written down; one look at host memory.
@@ -197,7 +213,8 @@ class CudaLocalGroup:
         host_memory: bool = False,
         slot_bytes: int = SLOT_BYTES,
         first_call: int = 0,
-        blocks: int = 4,
+        blocks: int = 0,
+        lag: int = 0,
         threads: int = MAX_THREADS,
         budget_s: float = BUDGET_S,
     ) -> None:
@@ -221,6 +238,7 @@ class CudaLocalGroup:
                 device=device,
                 first_call=first_call,
                 blocks=blocks,
+                lag=lag,
                 threads=threads,
                 budget_s=budget_s,
             )
@@ -250,7 +268,7 @@ class CudaLocalGroup:
 
 
 def open_host(
-    control: ShmComm, *, device: int, blocks: int = 4, budget_s: float = BUDGET_S
+    control: ShmComm, *, device: int, blocks: int = 0, budget_s: float = BUDGET_S
 ) -> CudaComm:
     """Backend `host` over the control group's own memory, pinned for the device.
 
@@ -283,7 +301,7 @@ def open_ipc(
     *,
     device: int,
     slot_bytes: int = SLOT_BYTES,
-    blocks: int = 4,
+    blocks: int = 0,
     budget_s: float = BUDGET_S,
 ) -> CudaComm:
     """Backend `ipc`: every rank allocates its slab and maps the peers'. Collective.

@@ -32,7 +32,7 @@ from metainfer.comm.segment import Segment
 LINE = 128
 WORDS = layout.WORLD + 2  # what a rank posts: to each owner, of its sums, and its abort word
 COUNTERS = 16384
-PIECE = 2 << 20
+PIECES, LEAST_PIECE, MOST_PIECE = 8, 512 << 10, 4 << 20
 _ADD_BLOCKS = 32
 
 
@@ -87,6 +87,8 @@ class CopyRank:
         self._scratch = torch.empty(
             self.world * staging.part_bytes, dtype=torch.uint8, device=f"cuda:{device}"
         )
+        self.piece_bytes = 0  # by size
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._calls = 0
         self._posted = [0] * WORDS
         self._seen = [[0] * WORDS for _ in range(self.world)]
@@ -118,7 +120,11 @@ class CopyRank:
             (min(request.count, p * share), min(request.count, (p + 1) * share))
             for p in range(self.world)
         ]
-        pieces = _pieces(share, max(8, PIECE // width))
+        size = self.piece_bytes or min(MOST_PIECE, max(LEAST_PIECE, share * width // PIECES))
+        pieces = _pieces(share, size // width // 8 * 8)
+        while len(self._events) < len(pieces):
+            came, added = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+            self._events.append((came, added))
         self._send_parts(given.data_ptr(), bounds, pieces, width, half)
         self._sum_own(given.data_ptr(), out.data_ptr(), bounds, pieces, width, half, request.dtype)
         self._take_sums(out.data_ptr(), bounds, pieces, width, half)
@@ -157,7 +163,7 @@ class CopyRank:
         main = torch.cuda.current_stream(self.index)
         up, down = self.up.cuda_stream, self.down.cuda_stream
         room = self.staging.part_bytes
-        for begin, end in pieces:
+        for (begin, end), (came, added) in zip(pieces, self._events, strict=False):
             a, b = _clip(bounds[self.rank], begin, end)
             sources = [0] * self.world
             for q in range(self.world):
@@ -169,10 +175,12 @@ class CopyRank:
                 if b > a:
                     start = self.staging.part(q, half, self.rank) + begin * width
                     driver.copy_up(sources[q], start, (b - a) * width, up)
-            main.wait_stream(self.up)
+            came.record(self.up)
+            main.wait_event(came)
             if b > a:
                 self._sum(sources, out + a * width, b - a, width, dtype, main.cuda_stream)
-            self.down.wait_stream(main)
+            added.record(main)
+            self.down.wait_event(added)
             if b > a:
                 to = self.staging.part(self.rank, half, self.world) + begin * width
                 driver.copy_down(to, out + a * width, (b - a) * width, down)

@@ -1,0 +1,105 @@
+"""On a card (``-m gpu``): virtual ranks in device memory and in pinned host memory, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import plan_of
+from test_local import ALGORITHMS, expected, inputs, same
+
+from metainfer.comm.errors import CommError
+from metainfer.comm.exact import canonical_add_rmsnorm, canonical_sum
+from metainfer.comm.request import Epilogue, Op, Request
+
+pytestmark = pytest.mark.gpu
+
+
+def group_of(world: int, host: bool, **options: object):
+    from metainfer.comm.backends.cuda import CudaLocalGroup
+
+    return CudaLocalGroup(world, host_memory=host, **options)
+
+
+def on_all(group, step: Callable[[int], object]) -> list[object]:
+    torch.cuda.synchronize()
+    results = []
+    for rank, stream in enumerate(group.streams):
+        with torch.cuda.stream(stream):
+            results.append(step(rank))
+    torch.cuda.synchronize()
+    for comm in group.ranks:
+        comm.check()
+    return results
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["local", "host"])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_t3_every_op_to_the_bit(world: int, host: bool, seed: int) -> None:
+    with group_of(world, host, slot_bytes=1 << 16, first_call=(1 << 40) - 7) as group:
+        for op, algorithm in ALGORITHMS:
+            for count in (0, 1, 8 * world, 50_001):
+                n = count // world * world if op is Op.ALL_TO_ALL else count
+                request = Request(op=op, count=n, dtype="bfloat16", world=world, root=1)
+                plan = plan_of(request, algorithm)
+                group.warm(plan)
+                given = inputs(request, seed + count)
+                there = [part.cuda() for part in given]
+                found = on_all(group, lambda r: group.ranks[r].run(plan, there[r]))  # noqa: B023
+                for rank, result in enumerate(found):
+                    want = expected(request, given, rank)
+                    assert same(result.cpu(), want), (op, algorithm, count, rank)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_epilogue_in_a_replayed_graph(algorithm: str, seed: int) -> None:
+    from metainfer.comm.backends.calls import Rows
+
+    torch.manual_seed(seed)
+    request = Request(
+        op=Op.ALL_REDUCE, count=8 * 4096, dtype="bfloat16", world=2, epilogue=Epilogue(hidden=4096)
+    )
+    plan = plan_of(request, algorithm)
+    weight = torch.randn(4096).to(torch.bfloat16)
+    with group_of(2, False) as group:
+        group.warm(plan)
+        given = [torch.zeros(8, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        out = [torch.empty_like(part) for part in given]
+        made = [Rows(part.clone(), weight.cuda(), torch.empty_like(part)) for part in given]
+
+        def step(rank: int) -> None:
+            group.ranks[rank].run(plan, given[rank], out[rank], rows=made[rank])
+
+        on_all(group, step)
+        graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+        for rank in range(2):
+            with torch.cuda.graph(graphs[rank], stream=group.streams[rank]):
+                step(rank)
+        for _ in range(3):
+            parts = [torch.randn(8, 4096).to(torch.bfloat16) for _ in range(2)]
+            residual = torch.randn(8, 4096).to(torch.bfloat16)
+            for rank in range(2):
+                given[rank].copy_(parts[rank])
+                made[rank].residual.copy_(residual)
+            on_all(group, lambda r: graphs[r].replay())
+            y = canonical_sum(parts)
+            normed, total = canonical_add_rmsnorm(y, residual, weight, 1e-6)
+            for rank in range(2):
+                assert same(out[rank].cpu(), y) and same(made[rank].residual.cpu(), total)
+                assert same(made[rank].normed.cpu(), normed)
+
+
+def test_a_skipped_call_is_reported_and_ends() -> None:
+    request = Request(op=Op.ALL_REDUCE, count=4096, dtype="bfloat16", world=3)
+    plan = plan_of(request, "one_shot")
+    group = group_of(3, False, budget_s=0.5)
+    group.warm(plan)
+    given = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
+    for rank in (0, 2):
+        with torch.cuda.stream(group.streams[rank]):
+            group.ranks[rank].run(plan, given, torch.empty_like(given))
+    torch.cuda.synchronize()
+    for rank in (0, 2):
+        with pytest.raises(CommError, match="rank 1 did not answer|another rank gave up"):
+            group.ranks[rank].check()
