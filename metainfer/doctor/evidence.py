@@ -46,6 +46,14 @@ def smi_of(inputs: Inputs, bus_id: str | None) -> SmiGpu | None:
     return next((gpu for gpu in query.gpus if gpu.bus_id == bus_id), None)
 
 
+def smi_index(inputs: Inputs, index: int) -> int | None:
+    """The number by which NVIDIA's tools know a device: they count by bus, CUDA need not."""
+    query = None if inputs.text is None else read_query(inputs.text)
+    bus_id = inputs.facts.devices[index].bus_id
+    listed = [] if query is None else [gpu.bus_id for gpu in query.gpus]
+    return listed.index(bus_id) if bus_id in listed else None
+
+
 def pci_of(inputs: Inputs, bus_id: str | None) -> PciDevice | None:
     """The device's part of the lspci text."""
     tree = None if inputs.text is None else read_tree(inputs.text)

@@ -315,10 +315,9 @@ def large_window(text: HostText, finding: Finding, words: re.Match[str]) -> Host
 
 def raise_cap(text: HostText, finding: Finding, words: re.Match[str]) -> HostText:
     watts = f"{words[2]}.00 W"
+    (index,) = [n for n in range(cards(text)) if bus_of(text, n) == words[1]]
     return gpu(
-        text,
-        int(words[1]),
-        lambda p: set_line(p, "GPU Power Readings", "Current Power Limit", watts),
+        text, index, lambda p: set_line(p, "GPU Power Readings", "Current Power Limit", watts)
     )
 
 
@@ -377,7 +376,7 @@ ACTIONS: tuple[tuple[str, Callable[[HostText, Finding, re.Match[str]], HostText]
     (r"Check the switch's cable", recable),
     (r"Move the card to a faster slot", faster_slot),
     (r"Enable resizable BAR", large_window),
-    (r"nvidia-smi -i (\d+) -pl (\d+)", raise_cap),
+    (r"nvidia-smi -i ([\da-f:.]+) -pl (\d+)", raise_cap),
     (r"Improve airflow", cooler("HW Thermal Slowdown|SW Thermal Slowdown")),
     (r"Check power cables", cooler("HW Power Brake Slowdown")),
     (r"kill ([\d ]+)", kill),

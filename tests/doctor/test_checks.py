@@ -211,7 +211,7 @@ def test_a_power_cap_names_the_card_and_both_numbers() -> None:
     seen = only(with_card(healthy(), power_cap_w=300.0))
     assert seen.id == "gpu.power" and seen.severity is Severity.SLOWS
     assert seen.where == "GPU 1 (0000:42:00.0, RTX 6000D)"
-    assert "300 W of 600 W" in seen.what and "-i 1 -pl 600" in seen.remedy
+    assert "300 W of 600 W" in seen.what and "-i 0000:42:00.0 -pl 600" in seen.remedy
 
 
 @pytest.mark.parametrize(

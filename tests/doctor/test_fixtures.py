@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import remedies
 
 from metainfer.cli import main
 from metainfer.doctor.finding import Finding, Severity
@@ -199,3 +201,26 @@ def test_wishes_that_contradict_are_bad_usage(
     assert main.run(["doctor", *(word.format(file=file) for word in words)]) == 2
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 1 and shown[0].startswith("error: ")
+
+
+def test_cards_that_cuda_numbers_otherwise_keep_their_own_lines() -> None:
+    """CUDA may list cards in another order than NVIDIA's tools; the bus address decides."""
+    text = fixture("x8-link")
+    peers = "nvidia-smi topo -p2p r"
+    inputs = from_text(remedies.edit(text, peers, r"^GPU1\s+OK", "GPU1\tCNS"))
+    first, second = inputs.facts.devices
+    links = tuple(
+        dataclasses.replace(
+            link,
+            source=1 - link.source if link.source >= 0 else -1,
+            target=1 - link.target,
+        )
+        for link in inputs.facts.links
+    )
+    facts = dataclasses.replace(inputs.facts, devices=(second, first), links=links)
+    found = {f.id: f for f in run_checks(dataclasses.replace(inputs, facts=facts))}
+    assert found["link.width"].where.startswith("GPU 0 (0000:36:00.0")
+    assert "0000:36:00.0 LnkSta" in found["link.width"].evidence
+    refused = found["link.peer-read"]
+    assert refused.where == "GPUs 0->1"  # the tool's GPU1 to GPU0
+    assert "GPU1 to GPU0: CNS (chipset not supported)" in refused.evidence

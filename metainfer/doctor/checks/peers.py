@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from metainfer.doctor.evidence import fact
+from metainfer.doctor.evidence import fact, smi_index
 from metainfer.doctor.finding import Finding, information, slows, unknown
 from metainfer.doctor.inputs import Inputs
 from metainfer.platform.facts import CUDA, LinkFacts
@@ -121,10 +121,11 @@ def _claim(inputs: Inputs, word: str, kind: str, pair: tuple[int, int]) -> str:
     if inputs.text is not None:
         command = SMI_PEERS[word]
         body = inputs.text.get(command)
-        if body is not None:
-            said = parse_matrix(body).get(pair, "nothing")
+        row, column = (smi_index(inputs, index) for index in pair)
+        if body is not None and row is not None and column is not None:
+            said = parse_matrix(body).get((row, column), "nothing")
             meaning = f" ({WORDS[said]})" if said in WORDS else ""
-            return f"{command}: GPU{pair[0]} to GPU{pair[1]}: {said}{meaning}"
+            return f"{command}: GPU{row} to GPU{column}: {said}{meaning}"
         if command in inputs.text.refused:
             return inputs.text.why_not(command)
     for number, link in enumerate(inputs.facts.links):

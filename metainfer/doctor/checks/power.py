@@ -42,7 +42,9 @@ def _cap(inputs: Inputs, index: int) -> list[Finding]:
         return [unknown("gpu.power", place, "its power cap", evidence=proof)]
     if cap < usual:
         what = f"its power cap is {cap:.0f} W of {usual:.0f} W; matrix speed follows the cap."
-        remedy = f"nvidia-smi -i {index} -pl {usual:.0f}, if cooling and supply allow it."
+        # By address: the tool numbers cards by bus, CUDA by speed or as CUDA_VISIBLE_DEVICES says.
+        card = device.bus_id or str(index)
+        remedy = f"nvidia-smi -i {card} -pl {usual:.0f}, if cooling and supply allow it."
         risk = "more heat and load on the power supply; back to the old value at the next boot"
         return [slows("gpu.power", place, what, remedy, proof, risk)]
     if most is not None and most > cap:
