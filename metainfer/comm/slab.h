@@ -170,40 +170,36 @@ MI_FN void mi_stripe(mi_u64 len, mi_u64 unit, mi_u64 *begin, mi_u64 *end) {
     *end = b < n ? b : n;
 }
 
-/* Read the call counter; the last block to have read it moves it on. */
+#define MI_PUSHED(call, calls) ((mi_u32 *)mi_word((call)->state, MI_PUSHED_AFTER + ((calls)&1) * 32))
+
+/* The call counter. On a GPU every thread reads it, so that the load of the input need not wait. */
 MI_FN mi_u64 mi_enter(const MiCall *call) {
     mi_u64 *const counter = mi_word(call->state, 0);
-    mi_u32 *const arrived = (mi_u32 *)mi_word(call->state, MI_ARRIVED_AFTER);
-#define MI_PUSHED(call, calls) ((mi_u32 *)mi_word((call)->state, MI_PUSHED_AFTER + ((calls)&1) * 32))
 #ifdef __CUDACC__
-    __shared__ mi_u64 mi_calls;
-    if (MI_TID == 0) {
-        const mi_u64 calls = *(volatile mi_u64 *)counter;
-        if (!call->dry) {
-            if (MI_GRID == 1) {
-                *(volatile mi_u32 *)MI_PUSHED(call, calls + 1) = 0;
-                *(volatile mi_u64 *)counter = calls + 1;
-            } else {
-                __threadfence(); /* the counter is read before the arrival is seen */
-                if (atomicAdd(arrived, 1u) == MI_GRID - 1) {
-                    *(volatile mi_u32 *)arrived = 0;
-                    *(volatile mi_u32 *)MI_PUSHED(call, calls + 1) = 0;
-                    *(volatile mi_u64 *)counter = calls + 1;
-                }
-            }
-        }
-        mi_calls = calls;
-    }
-    __syncthreads();
-    return mi_calls;
+    return *(volatile mi_u64 *)counter;
 #else
-    const mi_u64 calls = __atomic_load_n(counter, __ATOMIC_ACQUIRE);
-    if (__atomic_add_fetch(arrived, 1u, __ATOMIC_ACQ_REL) == MI_GRID) {
-        __atomic_store_n(arrived, 0u, __ATOMIC_RELAXED);
-        __atomic_store_n(MI_PUSHED(call, calls + 1), 0u, __ATOMIC_RELAXED);
-        __atomic_store_n(counter, calls + 1, __ATOMIC_RELEASE);
+    return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
+#endif
+}
+
+/* All threads of this block have read the counter; the last block to say so moves it on. */
+MI_FN void mi_arrive(const MiCall *call, mi_u64 calls) {
+    mi_u64 *const counter = mi_word(call->state, 0);
+    mi_u32 *const arrived = (mi_u32 *)mi_word(call->state, MI_ARRIVED_AFTER);
+    if (MI_TID != MI_THREADS - 1) return; /* not one of those that wait for a flag */
+#ifdef __CUDACC__
+    if (MI_GRID > 1) {
+        __threadfence(); /* the counter is read before the arrival is seen */
+        if (atomicAdd(arrived, 1u) != MI_GRID - 1) return;
     }
-    return calls;
+    *(volatile mi_u32 *)arrived = 0;
+    *(volatile mi_u32 *)MI_PUSHED(call, calls + 1) = 0;
+    *(volatile mi_u64 *)counter = calls + 1;
+#else
+    if (__atomic_add_fetch(arrived, 1u, __ATOMIC_ACQ_REL) != MI_GRID) return;
+    __atomic_store_n(arrived, 0u, __ATOMIC_RELAXED);
+    __atomic_store_n(MI_PUSHED(call, calls + 1), 0u, __ATOMIC_RELAXED);
+    __atomic_store_n(counter, calls + 1, __ATOMIC_RELEASE);
 #endif
 }
 
@@ -300,7 +296,10 @@ MI_FN mi_u64 mi_meet(const MiCall *call, mi_u64 calls, mi_u32 phase) {
     MI_SYNC();
     for (mi_u32 p = MI_TID; p < mi_world(call); p += MI_THREADS)
         if (p != call->rank) mi_put(mi_flag(call->slab[p], phase, MI_BID, call->rank), flag);
-    if (phase == 0) mi_pass_turn(call, calls);
+    if (phase == 0) {
+        mi_pass_turn(call, calls);
+        mi_arrive(call, calls);
+    }
     for (mi_u32 p = MI_TID; p < mi_world(call); p += MI_THREADS)
         if (p != call->rank && code == MI_OK) code = mi_wait_for(call, calls, phase, p);
 #ifdef __CUDACC__

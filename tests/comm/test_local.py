@@ -364,6 +364,19 @@ def test_a_missing_call_is_reported_by_all_with_op_size_and_peer() -> None:
         assert str(again[0]) == str(results[0])
 
 
+def test_the_first_to_give_up_tells_the_others() -> None:
+    plan = plan_of(Request(op=Op.ALL_REDUCE, count=64, dtype="bfloat16", world=3), "one_shot")
+    given = torch.zeros(64, dtype=torch.bfloat16)
+    with LocalGroup(3, budget_s=20) as group:
+        group.ranks[0].budget_s = 0.2
+        begin = time.monotonic()
+        results = together(group, lambda c: None if c.rank == 1 else c.run(plan, given))
+        assert time.monotonic() - begin < 2
+        assert not run_error(results, 0).secondary
+        error = run_error(results, 2)
+        assert error.secondary and "rank 0 waited in vain for rank 1" in str(error)
+
+
 def test_a_rank_that_gives_up_releases_the_others_with_its_cause() -> None:
     plan = plan_of(Request(op=Op.ALL_REDUCE, count=64, dtype="bfloat16", world=4), "one_shot")
     given = torch.zeros(64, dtype=torch.bfloat16)
