@@ -414,6 +414,12 @@ def test_wrong_tensors_are_our_bug_and_break_nothing() -> None:
         with pytest.raises(InternalError, match="group of 2"):
             comm.run(plan_of(Request(op=Op.BARRIER, count=0, dtype="uint8", world=3)), empty)
         check(group, request, "direct", 1)
+    rows = Request(
+        op=Op.ALL_REDUCE, count=64, dtype="bfloat16", world=2, epilogue=Epilogue(hidden=64)
+    )
+    with LocalGroup(2, slot_bytes=100) as group:
+        with pytest.raises(InternalError, match="a row of 128 B exceeds the 96 B of a part"):
+            group.ranks[0].run(plan_of(rows, "one_shot"), torch.zeros(64, dtype=torch.bfloat16))
 
 
 def test_bytes_of_any_length_reach_everyone() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from ranks import leftovers, token
 
 from metainfer.comm import layout
+from metainfer.comm.backends.slabs import wait_until
+from metainfer.comm.guard import Guard
 from metainfer.comm.segment import FOLDER, Segment, sweep
 from metainfer.core.errors import UserError
 from metainfer.workers.process import spawn
@@ -121,6 +126,40 @@ def test_a_segment_is_complete_when_it_can_be_seen_and_has_its_size_checked() ->
         Segment.open(name, 4096, 0.0)
     with pytest.raises(ValueError, match="no token"):
         Segment.open("../etc", 1, 0.0)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_the_guard_tells_a_death_from_a_departure(left: bool) -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    beats, dead, asked = list[int](), list[int](), list[int]()
+
+    def closed(peer: int) -> bool:
+        asked.append(peer)
+        return left
+
+    guard = Guard({3: child.pid}, beats.append, closed, dead.append)
+    try:
+        assert wait_until(lambda: len(beats) > 2, time.monotonic() + 10) and not dead
+        child.kill()
+        child.wait()
+        assert wait_until(lambda: asked == [3], time.monotonic() + 3)
+        assert wait_until(lambda: dead == [3], time.monotonic() + 0.3) is not left
+    finally:
+        guard.close()
+        child.kill()
+        assert child.stdin is not None
+        child.stdin.close()
+    guard.close()
+    assert not any(thread.name == "comm-guard" for thread in threading.enumerate())
+
+
+def test_a_peer_that_is_dead_already_is_told_at_once() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    child.wait()
+    dead = list[int]()
+    guard = Guard({1: child.pid}, lambda now: None, lambda peer: False, dead.append)
+    guard.close()
+    assert dead == [1]
 
 
 def test_what_killed_ranks_left_behind_can_be_swept() -> None:

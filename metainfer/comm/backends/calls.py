@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metainfer.comm.layout import Call
-from metainfer.comm.pieces import Piece, Slots, cut, element_type
+from metainfer.comm.pieces import Piece, Slots, cut, element_type, fits
 from metainfer.comm.plan import CommPlan
 from metainfer.comm.request import ELEMENT_BYTES, Op, Request, shard
 from metainfer.core.errors import InternalError
@@ -59,11 +59,18 @@ class Caller:
         self._built: dict[str, list[tuple[Call, Piece]]] = {}
 
     def calls_of(self, plan: CommPlan) -> list[tuple[Call, Piece]]:
-        """The calls of a plan, made once; `fill` completes one."""
+        """The calls of a plan, made once; `fill` completes one.
+
+        Raises:
+            InternalError: the plan is for another number of ranks, or larger slots.
+        """
         found = self._built.get(plan.digest)
         if found is None:
             if plan.request.world != self.world:
                 raise InternalError(f"{plan.request.name} on a group of {self.world}")
+            room = fits(plan.request, self.slots, plan.algorithm)
+            if not room.accepted:
+                raise InternalError(f"{plan.request.name}: {room.reasons[0].message}")
             pieces = cut(plan.request, plan.algorithm, self.rank, self.slots)
             found = [(self._call(plan, piece), piece) for piece in pieces]
             self._built[plan.digest] = found
