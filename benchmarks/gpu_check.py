@@ -187,9 +187,11 @@ def submit(engine: Engine, batch: int, tokens: int, answer: int) -> None:
     global _count
     generator = torch.Generator().manual_seed(_count)
     params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+    assert engine.resolved is not None
+    vocab = engine.resolved.arch.vocab_size
     for _ in range(batch):
         _count += 1
-        prompt = torch.randint(20, 150_000, (tokens,), generator=generator).tolist()
+        prompt = torch.randint(20, vocab, (tokens,), generator=generator).tolist()
         engine.submit(Request(f"s{_count}", tuple(prompt), params))
 
 

@@ -1,0 +1,155 @@
+"""DeepSeek-V4-Flash shapes through the whole engine on one device: agreement, memory, speed.
+
+    python benchmarks/v4_gpu.py --out FOLDER [--layers 12] [--model random:deepseek-v4-flash]
+        [--platform cuda] [--context 34816] [--quick]
+
+Agreement: the same weights at 4 layers, once with the kernels that `auto` chooses and once with
+every op pinned to its torch version; both in the device's usual type. Speed: rows of the peers'
+table (prefill, decode by batch), wall time with the host's work in it. Limits: decode reads every
+dense weight, the experts that uniform routing touches, and the cached entries that a query sees,
+at the copy rate measured here. Writes ``v4_gpu.json``; exit status 1 when the agreement fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_check import ceilings, decode_seconds, prefill_seconds, prompt_logprobs, row, submit
+
+from metainfer.bench.conditions import conditions
+from metainfer.core.intent import Intent
+from metainfer.engine.engine import Engine
+from metainfer.engine.machine import open_machine
+from metainfer.models.deepseek_v4 import cost
+from metainfer.planner.opening import open_model
+
+FAR = 0.05
+"""Most that the mean log-probability of a token may differ between two sets of kernels (bf16)."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="random:deepseek-v4-flash")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--platform", default="cuda")
+    parser.add_argument("--context", type=int, default=34816)
+    parser.add_argument("--quick", action="store_true", help="fewer rows")
+    parser.add_argument("--skip-agreement", action="store_true")
+    args = parser.parse_args()
+    report: dict[str, Any] = {"command": " ".join(sys.argv)}
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def keep() -> None:
+        (args.out / "v4_gpu.json").write_text(json.dumps(report, indent=1, default=str))
+
+    report["ceilings"] = ceilings() if args.platform == "cuda" else {"copy_bytes_s": 2e10}
+    if not args.skip_agreement:
+        report["agreement"] = agreement(args)
+        keep()
+    engine = started(args, report)
+    keep()
+    report["rows"] = []
+    for measured in rows(engine, args, report["ceilings"]["copy_bytes_s"]):
+        report["rows"].append(measured)
+        keep()
+    if args.platform == "cuda":
+        report["peak_bytes"] = torch.cuda.max_memory_allocated()
+        keep()
+    return 0 if report.get("agreement", {}).get("ok", True) else 1
+
+
+def agreement(args: argparse.Namespace) -> dict[str, Any]:
+    """Log-probabilities of one prompt by chosen kernels and by torch alone."""
+    model = f"{args.model}?layers=4"
+    generator = torch.Generator().manual_seed(5)
+    vocab = open_model(model).arch.vocab_size
+    prompt = torch.randint(20, vocab, (700,), generator=generator).tolist()
+    base = {"model": model, "platform": args.platform, "context": 1024, "concurrency": 2}
+    chosen = prompt_logprobs(Intent(**base), prompt)
+    plain = prompt_logprobs(Intent(**base, ops=torch_pins(model, args.platform)), prompt)
+    off = (chosen - plain).abs()
+    ok = bool(off.mean() < FAR)
+    print(f"agreement: mean {off.mean():.4f}, worst {off.max():.4f} nats; under {FAR}: {ok}")
+    return {"mean": float(off.mean()), "worst": float(off.max()), "bar": FAR, "ok": ok}
+
+
+def torch_pins(model: str, platform: str) -> dict[str, str]:
+    """Each op's torch version that reads the layouts which `auto` chose."""
+    machine = open_machine(platform)
+    plan = machine.resolve(
+        open_model(model), Intent(model=model, platform=platform, context=1024, concurrency=2)
+    ).plan
+    pins: dict[str, str] = {}
+    for key in plan.ops:
+        op = key.partition("@")[0].partition(".")[0]
+        for impl in machine.registry.of(op):
+            fits = all(plan.bundle.get(r) == layout for r, layout in impl.requires_layout.items())
+            if impl.provider == "torch" and fits:
+                pins.setdefault(op, impl.name)
+    return pins
+
+
+def started(args: argparse.Namespace, report: dict[str, Any]) -> Engine:
+    begin = time.perf_counter()
+    engine = Engine(
+        Intent(
+            model=f"{args.model}?layers={args.layers}",
+            platform=args.platform,
+            context=args.context,
+            concurrency=16 if args.quick else 128,
+            prefix_cache=False,
+            chunk_tokens=min(8192, args.context),
+        ),
+        lambda p: print(f"{p.phase} {p.detail} {p.seconds or ''}") if p.seconds else None,
+    )
+    info = engine.start()
+    report["start_s"] = time.perf_counter() - begin
+    report["start_phases"] = info.start_phases
+    assert engine.resolved is not None and engine._executor is not None
+    plan = engine.resolved.plan
+    report["bundle"] = dict(plan.bundle)
+    report["ops"] = {key: op.impl for key, op in plan.ops.items()}
+    report["graph_buckets"] = plan.graph_buckets
+    report["conditions"] = conditions(plan)
+    ledger = {kind: sum(r.bytes for r in plan.ledger if r.kind == kind) for kind in
+              ("weights", "kv", "transient")}  # fmt: skip
+    report["ledger"], report["held"] = ledger, engine._executor.held_bytes
+    print(f"start to ready {report['start_s']:.1f} s; ledger {ledger}; held {report['held']}")
+    return engine
+
+
+def rows(engine: Engine, args: argparse.Namespace, rate: float) -> Any:
+    assert engine.resolved is not None
+    arch: Any = engine.resolved.arch
+    bytes_of = {r.item: r.bytes for r in engine.resolved.plan.ledger if r.kind == "weights"}
+    experts = sum(b for item, b in bytes_of.items() if item.startswith("experts."))
+    dense = sum(bytes_of.values()) - experts - bytes_of["embed"] - bytes_of["rotary tables"]
+    each = experts / arch.layers / arch.experts
+    batches = (1, 8) if args.quick else (1, 8, 32, 128)
+    for batch in batches:
+        seconds = decode_seconds(engine, batch, min(1024, args.context // 2), steps=16)
+        routed = cost.routed_bytes(arch, batch, each)
+        yield row(f"decode, batch {batch}, context 1024", seconds, (dense + routed) / rate)
+    lengths = (2048, 8192) if args.quick else (2048, 8192, 32768)
+    for tokens in lengths:
+        if tokens + 8 > args.context:
+            continue
+        seconds = prefill_seconds(engine, tokens, repeats=4)
+        yield row(f"prefill, {tokens} tokens", seconds, 0.0)
+    if not args.quick and args.context > 8200:
+        begin = time.perf_counter()
+        submit(engine, 8, 8192, 1)
+        while engine.has_work:
+            engine.step()
+        yield row("prefill, 8 x 8192 tokens", [time.perf_counter() - begin], 0.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
