@@ -113,9 +113,13 @@ static void *one(void *argument) {
     return 0;
 }
 
-// One block of `threads`; 1 when an address was not aligned.
+// Block `block` of `grid`, with `threads`; 1 when an address was not aligned. Blocks of one call may
+// run one after another: they wait only for the same block of their peers.
 extern "C" __attribute__((visibility("default"))) int run_block(const MiCall *call, unsigned threads,
-                                                                int add) {
+                                                                int add, unsigned block,
+                                                                unsigned grid) {
+    blockIdx.x = block;
+    gridDim.x = grid;
     static pthread_t ids[512];
     static Task tasks[512];
     blockDim.x = threads;

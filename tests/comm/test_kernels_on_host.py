@@ -59,7 +59,7 @@ class OneBlock:
         self.threads = threads
 
     def mi_run(self, call: Any, block: int, grid: int) -> int:
-        assert self.run(call, self.threads, 0) == 0, "a 16-byte access was not aligned"
+        assert self.run(call, self.threads, 0, 0, 1) == 0, "a 16-byte access was not aligned"
         error = ctypes.cast(call, ctypes.POINTER(Call)).contents.error
         return int(ErrorRecord.from_address(error).code)
 
@@ -149,7 +149,7 @@ def test_the_sum_of_copied_pieces(built: Path, seed: int) -> None:
     call = Call(world=world, type=layout.TYPES["bfloat16"], width=2, unit=8, output=out.data_ptr())
     call.slab[:world] = [part.data_ptr() for part in parts]
     call.in_len[0] = 1003
-    assert ctypes.CDLL(str(built)).run_block(ctypes.byref(call), 64, 1) == 0
+    assert ctypes.CDLL(str(built)).run_block(ctypes.byref(call), 64, 1, 0, 1) == 0
     assert same(out, canonical_sum(parts))
 
 

@@ -417,9 +417,9 @@ def test_wrong_tensors_are_our_bug_and_break_nothing() -> None:
     rows = Request(
         op=Op.ALL_REDUCE, count=64, dtype="bfloat16", world=2, epilogue=Epilogue(hidden=64)
     )
-    with LocalGroup(2, slot_bytes=100) as group:
-        with pytest.raises(InternalError, match="a row of 128 B exceeds the 96 B of a part"):
-            group.ranks[0].run(plan_of(rows, "one_shot"), torch.zeros(64, dtype=torch.bfloat16))
+    words = "a row of 128 B exceeds the 96 B of a part"
+    with LocalGroup(2, slot_bytes=100) as group, pytest.raises(InternalError, match=words):
+        group.ranks[0].run(plan_of(rows, "one_shot"), torch.zeros(64, dtype=torch.bfloat16))
 
 
 def test_bytes_of_any_length_reach_everyone() -> None:

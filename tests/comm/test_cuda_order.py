@@ -1,0 +1,147 @@
+"""The GPU backends' own Python on a device made of threads: what is enqueued, in which order."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import pytest
+import torch
+from ranks import plan_of
+from test_kernels_on_host import FLAGS, SOURCE
+from test_local import ALGORITHMS, expected, inputs, same
+
+from metainfer.comm.backends import calls, cuda, cuda_copy
+from metainfer.comm.backends.cuda_copy import CopyRank, Staging
+from metainfer.comm.errors import CommError
+from metainfer.comm.exact import canonical_sum
+from metainfer.comm.request import Op, Request
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("kernels") / "any.so"
+    extra = ("-Wno-unknown-pragmas", "-Wno-psabi", "-march=native")
+    subprocess.run(["g++", *FLAGS, *extra, str(SOURCE), "-o", str(target)], check=True)
+    return target
+
+
+@pytest.fixture
+def fake(built: Path, monkeypatch: pytest.MonkeyPatch) -> fake_cuda.Torch:
+    """`cuda` and `cuda_copy` on threads."""
+    device = fake_cuda.Torch()
+    kernels = fake_cuda.Kernels(built)
+    for module in (cuda, cuda_copy):
+        monkeypatch.setattr(module, "torch", device)
+        monkeypatch.setattr(module, "module", lambda variant, index: kernels)
+        monkeypatch.setattr(
+            module,
+            "checked",
+            lambda r, rank, given, out, device: calls.checked(r, rank, given, out),
+        )
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(cuda_copy.driver, "copy_down", fake_cuda.move)
+    monkeypatch.setattr(cuda_copy.driver, "copy_up", fake_cuda.move)
+    return device
+
+
+def on_all(fake: fake_cuda.Torch, streams: Any, step: Callable[[int], Any]) -> list[Any]:
+    found = []
+    for rank, stream in enumerate(streams):
+        with fake.cuda.stream(stream):
+            found.append(step(rank))
+    fake.cuda.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["local", "host"])
+def test_virtual_ranks_on_streams(fake: fake_cuda.Torch, host: bool, seed: int) -> None:
+    world = 3
+    with cuda.CudaLocalGroup(
+        world, host_memory=host, slot_bytes=1 << 16, first_call=(1 << 40) - 3
+    ) as group:
+        for op, algorithm in ALGORITHMS:
+            for count in (0, 3, 48_000):  # the last in several blocks and pieces
+                request = Request(op=op, count=count, dtype="bfloat16", world=world, root=2)
+                plan, given = plan_of(request, algorithm), inputs(request, seed + count)
+                for comm in group.ranks:
+                    comm.warm(plan)
+                results = on_all(
+                    fake,
+                    group.streams,
+                    lambda r: group.ranks[r].run(plan, given[r]),  # noqa: B023
+                )
+                for rank, result in enumerate(results):
+                    group.ranks[rank].check()
+                    assert same(result, expected(request, given, rank)), (op, algorithm, count)
+
+
+def test_a_rank_that_does_not_call_is_named_afterwards(fake: fake_cuda.Torch) -> None:
+    group = cuda.CudaLocalGroup(3, budget_s=0.2)
+    plan = plan_of(Request(op=Op.ALL_REDUCE, count=64, dtype="bfloat16", world=3), "one_shot")
+    given = torch.zeros(64, dtype=torch.bfloat16)
+    on_all(fake, group.streams, lambda r: r == 1 or group.ranks[r].run(plan, given))
+    for rank in (0, 2):
+        with pytest.raises(CommError, match="rank 1") as caught:
+            group.ranks[rank].check()
+        assert caught.value.peer == 1
+        with pytest.raises(CommError):
+            group.ranks[rank].run(plan, given)
+
+
+def staging_of(world: int, part: int) -> tuple[torch.Tensor, Staging]:
+    memory = torch.zeros(Staging.size(world, part) + 4096, dtype=torch.uint8)
+    base = -(-memory.data_ptr() // 4096) * 4096
+    return memory, Staging(base, base, world, part)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_copies_are_exact_in_any_piece_and_call_after_call(
+    fake: fake_cuda.Torch, world: int, seed: int
+) -> None:
+    memory, staging = staging_of(world, 1 << 16)
+    ranks = [CopyRank(rank, staging, device=0) for rank in range(world)]
+    streams = [fake_cuda.Stream() for _ in range(world)]
+    draw = random.Random(seed)
+    for turn, count in enumerate((1, 7, 1000, 30_001, 30_001, 16 * world, 5000)):
+        request = Request(op=Op.ALL_REDUCE, count=count, dtype="bfloat16", world=world)
+        plan, given = plan_of(request, "two_shot", "host"), inputs(request, seed + turn)
+        for rank in ranks:
+            rank.piece_bytes = 2048 if turn % 2 else 0
+        out = [torch.full_like(part, float("nan")) for part in given]
+        order = list(range(world))
+        draw.shuffle(order)
+        for rank in order:  # a late rank must not matter
+            with fake.cuda.stream(streams[rank]):
+                ranks[rank].run(plan, given[rank], out[rank])
+            time.sleep(draw.random() * 0.01)
+        fake.cuda.synchronize()
+        for rank in range(world):
+            ranks[rank].check()
+            assert same(out[rank], canonical_sum(given)), (count, rank)
+    assert memory.numel()
+
+
+def test_copies_without_a_peer_end_in_words(fake: fake_cuda.Torch) -> None:
+    memory, staging = staging_of(2, 1 << 14)
+    ranks = [CopyRank(rank, staging, device=0, budget_s=0.1) for rank in range(2)]
+    plan = plan_of(Request(op=Op.ALL_REDUCE, count=64, dtype="bfloat16", world=2), "two_shot")
+    given, out = (torch.zeros(64, dtype=torch.bfloat16) for _ in range(2))
+    ranks[0].run(plan, given, out)
+    fake.cuda.synchronize()
+    with pytest.raises(CommError, match="waited in vain for rank 1") as caught:
+        ranks[0].check()
+    assert caught.value.peer == 1 and not caught.value.secondary
+    ranks[1].budget_s = 20
+    ranks[1].run(plan, given, out)
+    ranks[1].abort()
+    fake.cuda.synchronize()
+    assert memory.numel() and not any(given)
