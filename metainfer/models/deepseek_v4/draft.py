@@ -11,6 +11,7 @@ guess for token t + 2. Deeper guesses feed the layer's own streams and guess bac
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,15 +58,23 @@ class MtpDrafter:
         runs = torch.tensor(asking, device=device)
         rows = torch.from_numpy(step.last_rows).to(device)[runs]
         at, streams = step.inputs.positions[rows], streams[rows]  # [S'], [S', N, D]
-        guesses = [self._guess(streams, step.ops)]
+        guesses, asked = [self._guess(streams, step.ops)], [asking]
         ops = self._table.phase(Phase.DRAFT)
         for ahead in range(1, max(step.wanted)):
-            inputs = self._following(step.inputs, runs, at + ahead, guesses[-1])
-            streams = self._streams(streams, guesses[-1], inputs, ops)
+            last = guesses[-1]
+            # A run goes no further than it wants: at the context's end there is no next position.
+            going = [n for n, i in enumerate(asked[-1]) if step.wanted[i] > ahead]
+            if len(going) < len(asked[-1]):
+                kept = torch.tensor(going, device=device)
+                runs, at, streams, last = runs[kept], at[kept], streams[kept], last[kept]
+            asked.append([asked[-1][n] for n in going])
+            inputs = self._following(step.inputs, runs, at + ahead, last)
+            streams = self._streams(streams, last, inputs, ops)
             guesses.append(self._guess(streams, ops))
-        made = torch.stack(guesses, dim=1).tolist()  # S' lists
-        found = dict(zip(asking, made, strict=True))
-        return [found[i][:count] if count else () for i, count in enumerate(step.wanted)]
+        found: list[list[int]] = [[] for _ in step.wanted]
+        for i, token in zip(itertools.chain(*asked), torch.cat(guesses).tolist(), strict=True):
+            found[i].append(token)
+        return found
 
     def _streams(
         self, streams: Tensor, next_ids: Tensor, inputs: SegmentInputs, ops: PhaseOps
@@ -83,7 +92,8 @@ class MtpDrafter:
         """The likeliest id behind each row: [rows] int64."""
         arch = self._model.arch
         x = ops.hyper_head(streams, *self._collapse, norm_eps=arch.norm_eps, eps=arch.hyper_eps)
-        logits: Tensor = ops.linear(ops.rmsnorm(x, self._norm, arch.norm_eps), self._model.head)
+        x = ops.rmsnorm(x, self._norm, arch.norm_eps)
+        logits: Tensor = ops.linear_f32(x, self._model.head)
         return logits.argmax(dim=-1)
 
     def _following(

@@ -73,9 +73,9 @@ class DeepSeekV4Model:
         return Hidden(ops.rmsnorm(x, self.norm, arch.norm_eps), streams)
 
     def logits(self, hidden: Hidden, inputs: SegmentInputs, ops: PhaseOps) -> Tensor:
-        """Logits [R, V] of the rows that need them, from `forward`'s result."""
+        """Logits [R, V] of the rows that need them, in float32 as the recipe has them."""
         rows = hidden.normed if inputs.logit_rows is None else hidden.normed[inputs.logit_rows]
-        logits: Tensor = ops.linear(rows, self.head)
+        logits: Tensor = ops.linear_f32(rows, self.head)
         return logits
 
     def layer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from metainfer.core.step import Phase
 from metainfer.kernels.impl import OpRequest
 
 if TYPE_CHECKING:
+    from metainfer.models.arch import WeightSpec
     from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
 
 TYPICAL_CONTEXT = 4096
@@ -26,14 +27,18 @@ def op_requests(
     page_tokens: int,
 ) -> tuple[OpRequest, ...]:
     """Every op use in one phase; arguments as in `models.arch.Arch.op_requests`."""
+    window, weights = type(arch.kinds[0])("window"), arch.packed_weights()
     if phase is Phase.DRAFT:
-        arch = replace(arch, layers=1, kinds=(type(arch.kinds[0])("window"),), hash_layers=0)
+        weights = tuple(spec for spec in weights if spec.layer in (-1, arch.layers))
+        arch = replace(arch, layers=1, kinds=(window,), hash_layers=0)
+    elif arch.mtp:  # the draft layer fills its cache behind every segment
+        arch = replace(arch, layers=arch.layers + 1, kinds=(*arch.kinds, window))
     asked = _Requests(arch, phase, rows, dtype, schemes)
     asked.streams()
     asked.attention(page_tokens)
     asked.experts()
     asked.ends(logit_rows)
-    asked.products(logit_rows)
+    asked.products(weights, logit_rows)
     return tuple(asked.found)
 
 
@@ -131,19 +136,19 @@ class _Requests:
         self.ask("rmsnorm", {"d": arch.hidden}, 1)
         self.ask("sample", {"v": arch.vocab_size, "rows": logit_rows}, 1)
 
-    def products(self, logit_rows: int) -> None:
+    def products(self, weights: Iterable[WeightSpec], logit_rows: int) -> None:
         """One request for each site of `linear` and `linear_f32`, counted over the layers."""
         counts: dict[str, int] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        for spec in self.arch.packed_weights():
+        for spec in weights:
             counts[spec.site] = counts.get(spec.site, 0) + 1
             shapes[spec.site] = spec.shape
         for site, count in counts.items():
-            op = site.partition(".")[0]
+            op, head = site.partition(".")[0], site == "linear.lm_head"
             if op in ("linear", "linear_f32"):
                 n, k = shapes[site]
-                rows = logit_rows if site == "linear.lm_head" else self.rows
-                self.ask(op, {"rows": rows, "n": n, "k": k}, count, site=site)
+                shape = {"rows": logit_rows if head else self.rows, "n": n, "k": k}
+                self.ask("linear_f32" if head else op, shape, count, site=site)
 
 
 def _flat(schemes: Mapping[str, tuple[str, ...]]) -> list[str]:

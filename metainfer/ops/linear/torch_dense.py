@@ -10,6 +10,8 @@ from metainfer.ops.common import wide
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.stored import TILE_ELEMENTS
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """See `ref.linear`; accumulation order is the library's."""
@@ -17,8 +19,16 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def linear_f32(x: Tensor, weight: PackedWeight) -> Tensor:
-    """See `ref.linear_f32`; a weight in a half type is widened some rows at a time."""
-    matrix, rows = weight.data["weight"], wide(x)
+    """See `ref.linear_f32`.
+
+    On CUDA the library keeps its float32 sums of half-type products, which are exact. Elsewhere a
+    weight in a half type is widened some rows at a time.
+    """
+    matrix = weight.data["weight"]
+    if x.is_cuda and x.dtype == matrix.dtype and x.dtype in HALVES and x.shape[0]:
+        out = torch.mm(x, matrix.T, out_dtype=torch.float32)
+        return out if weight.bias is None else out.add_(weight.bias.float())
+    rows = wide(x)
     if matrix.dtype == rows.dtype:
         return F.linear(rows, matrix, weight.bias)
     step = max(TILE_ELEMENTS // max(matrix.shape[1], 1), 1)
