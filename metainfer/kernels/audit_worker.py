@@ -35,7 +35,6 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
     """Compile one variant for one target and read what the tools say about it."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     module, _, name = job["kernel"].partition(":")
     kernel = getattr(importlib.import_module(module), name)
@@ -48,7 +47,7 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
         else:
             signature[argument] = "constexpr"
             constants[(place,)] = kind
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = _source(kernel)(kernel, signature, constants, attributes)
     started = time.perf_counter()
     built = triton.compile(
         source,
@@ -67,6 +66,17 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
         "compiler": f"triton {triton.__version__}, ptxas {assembler}",
         "seconds": round(seconds, 3),
     }
+
+
+def _source(kernel: Any) -> Any:
+    """The class that reads `kernel`: Triton's language, or Gluon's with its layouts written out."""
+    if "gluon" in type(kernel).__module__:
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def _tool(name: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Impl
+from metainfer.ops.attn_sparse.impls_triton import IMPLS as TRITON_IMPLS
 from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
 from metainfer.ops.declare_entries import LATENTS, moved, per_layout
 
@@ -43,6 +44,7 @@ def _cost(
 
 
 IMPLS = (
+    *TRITON_IMPLS,
     *per_layout(
         "kv",
         LATENTS,

@@ -16,18 +16,31 @@ class Tile:
     warps: int
     stages: int
 
-    def shared_bytes(self, d: int, element: int) -> int:
-        """Upper estimate: the query, key buffers, and the weights' way between warps."""
-        return (self.heads * d + self.stages * self.n * d + self.heads * self.n) * element + 2048
+    def shared_bytes(
+        self, d: int, element: int, capability: tuple[int, int] | None, scaled: bool = False
+    ) -> int:
+        """Upper estimate: the query, key buffers, and the weights' way between warps.
+
+        Where the product is not asynchronous (all but 9.x) the pipeline holds one buffer less, and
+        decoded keys pass through a wider scratch. The audit checks it.
+        """
+        hopper = capability is not None and capability[0] == 9
+        key = element * (self.stages if hopper else self.stages - 1)
+        key += 5 if scaled and not hopper else 0
+        return self.heads * (d + self.n) * element + self.n * d * key + 4096
 
 
 WGMMA = Tile(heads=64, n=64, warps=8, stages=2)
-SMALL = Tile(heads=32, n=16, warps=8, stages=2)  # shared memory of 101,376 B
+WGMMA_SCALED = Tile(heads=64, n=32, warps=8, stages=3)
+SMALL = Tile(heads=32, n=32, warps=8, stages=2)  # shared memory of 101,376 B
+SMALL_SCALED = Tile(heads=32, n=16, warps=8, stages=2)
 
 
-def tile_for(capability: tuple[int, int] | None) -> Tile:
-    """The tile of a card."""
-    return WGMMA if capability is not None and capability[0] == 9 else SMALL
+def tile_for(capability: tuple[int, int] | None, scaled: bool = False) -> Tile:
+    """The tile of a card; `scaled`: entries are decoded on the way."""
+    if capability is not None and capability[0] == 9:
+        return WGMMA_SCALED if scaled else WGMMA
+    return SMALL_SCALED if scaled else SMALL
 
 
 def splits_for(programs: int, tiles: int, units: int) -> int:

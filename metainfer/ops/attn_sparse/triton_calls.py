@@ -57,7 +57,8 @@ def attn_sparse(
     if rows == 0 or sequences == 0:
         return out
     capability, units = _card(device)
-    tile = tile or tile_for(capability)
+    scaled = local.form.scale != "none"
+    tile = tile or tile_for(capability, scaled)
     block = min(tile.heads, max(16, triton.next_power_of_2(heads)))
     blocks = triton.cdiv(heads, block)
     some = entries is not None and entry_table is not None and ratio > 0
@@ -73,7 +74,6 @@ def attn_sparse(
         totals = torch.empty_like(peaks)
     far = entries if entries is not None and some else local
     far_table = entry_table if entry_table is not None and some else local_table
-    scaled = local.form.scale != "none"
     width = window + (top or (far_table.shape[1] * far.entries if some else 0))
     places = torch.empty((rows, width), dtype=torch.int64, device=device)
     scale_places = torch.empty_like(places) if scaled else places

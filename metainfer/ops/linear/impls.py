@@ -22,6 +22,7 @@ from metainfer.ops.declare import (
     portable,
     reference,
 )
+from metainfer.ops.linear.impls_triton import IMPLS as TRITON_IMPLS
 
 BIAS = frozenset({"bias"})
 BLOCKED = frozenset({"Q8_0", "Q4_0", "Q4_1"})
@@ -115,7 +116,7 @@ _IN_BLOCKS = (*C_ON_CPU, weight_schemes(*sorted(BLOCKED)))
 
 # Seeds, from two-core measurements of a 135M model: F.linear reaches a bit over half of what
 # oneDNN's prepacked weights do; streaming 4-bit blocks wins by its bytes, not by its arithmetic.
-IMPLS = tuple(
+IMPLS = TRITON_IMPLS + tuple(
     dataclasses.replace(impl, honours=BIAS)
     for impl in (
         compiled_c(

@@ -42,6 +42,7 @@ class Sizes:
     idle: int = 0  # experts that nobody chooses
     padding: int = 0  # rows without an expert
     scheme: str = "F32"
+    tiny: bool = True  # some channels are far smaller than others
 
     @property
     def name(self) -> str:
@@ -59,6 +60,8 @@ SIZES = (
     Sizes(0, 3, 2, 64, 32, 10.0, scheme="mxfp4"),
     Sizes(1, 5, 3, 128, 64, 10.0, idle=2, scheme="mxfp4"),
     Sizes(4, 4, 2, 160, 40, 1.0, idle=1, padding=1, scheme="mxfp4"),
+    Sizes(2, 3, 2, 1024, 1024, 1.0, idle=1, padding=1, scheme="mxfp4", tiny=False),
+    Sizes(1, 2, 1, 512, 512, 10.0, idle=1, scheme="mxfp4"),
     Sizes(3, 3, 2, 48, 48, 10.0, scheme="nvfp4"),
     Sizes(2, 2, 1, 64, 32, scheme="nvfp4_compressed"),
     Sizes(3, 4, 2, 192, 72, 2.0, idle=1, scheme="fp8_128"),
@@ -105,6 +108,7 @@ def _drawn(g: torch.Generator, s: Sizes) -> _Drawn:
         ids[-s.padding :] = -1
     if s.scheme in FORMATS:
         x[:, OUTLIER], w13[..., OUTLIER] = LARGE, 0
+    if s.scheme in FORMATS and s.tiny:
         w13[:, :, 128:] *= TINY
         w2[..., 128:] /= TINY**2
     idle = [e for e in range(s.e) if not bool((ids == e).any())]

@@ -7,6 +7,7 @@ from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Layout, Numerics
 from metainfer.ops.declare import BLOCK_SCALED, ON_EITHER, PLAIN, portable, reference
 from metainfer.ops.linear.impls import stored_bytes
+from metainfer.ops.moe_experts.impls_triton import IMPLS as TRITON_IMPLS
 
 CLAMP = frozenset({"clamp"})
 DENSE = {"experts": "experts-dense@1"}
@@ -66,6 +67,7 @@ def _recipe(c: Context) -> float | None:
 
 
 IMPLS = (
+    *TRITON_IMPLS,
     portable(
         "moe_experts",
         "moe_experts.torch_experts:dense",

@@ -1,0 +1,80 @@
+"""Variants of the sparse attention kernels that are compiled for every target."""
+
+from metainfer.kernels.variant import Variant
+from metainfer.ops.attn_sparse.tiles import SMALL, SMALL_SCALED, WGMMA, WGMMA_SCALED, Tile
+
+MODULE = "metainfer.ops.attn_sparse.triton"
+HOPPER, REST = ("sm_90",), ("sm_80", "sm_89", "sm_120")
+SHAPE = {
+    "rows": 8, "hq": 64, "d": 512, "rotated": 64, "window": 128, "ratio": 4, "top_k": 512,
+    "context": 8192,
+}  # fmt: skip
+
+
+def _sparse(tile: Tile, splits: int, scaled: bool, targets: tuple[str, ...]) -> Variant:
+    kind = "-fp8" if scaled else ""
+    args: dict[str, str | int | bool] = {
+        "q": "*bf16", "cache": "*u8" if scaled else "*bf16", "places": "*i64",
+        "scale_places": "*i64", "counts": "*i32", "sinks": "*fp32", "cos_sin": "*fp32",
+        "positions": "*i64", "out": "*bf16", "parts": "*fp32", "peaks": "*fp32",
+        "totals": "*fp32", "factor": "fp32", "q_stride": "i32:16", "width": "i32", "H": 64,
+        "D": 512, "R": 64, "HB": tile.heads, "N": tile.n, "SPLITS": splits, "EXACT": False,
+        "SCALED": scaled,
+    }  # fmt: skip
+    return Variant(
+        impl=f"attn_sparse/triton{kind}",
+        name=f"sparse{kind}-{targets[-1]}-{splits}",
+        kernel=f"{MODULE}:sparse_kernel",
+        args=args,
+        warps=tile.warps,
+        stages=tile.stages,
+        shape=SHAPE,
+        mma="wgmma" if targets == HOPPER else "mma.sync",
+        spill_bytes=4096 if scaled else 0,
+        why="decoded keys pass through registers" if scaled else "",
+        targets=targets,
+    )
+
+
+def _places(scaled: bool) -> Variant:
+    page = 64 * 584 if scaled else 0
+    kind = "-fp8" if scaled else ""
+    args: dict[str, str | int | bool] = {
+        "local_table": "*i32", "entry_table": "*i32", "selected": "*i32", "positions": "*i64",
+        "query_start": "*i32", "places": "*i64", "scale_places": "*i64", "counts": "*i32",
+        "sequences": "i32", "window": "i32", "ratio": "i32", "local_width": "i32",
+        "entry_width": "i32", "shift": "i64", "width": "i32", "LOCAL_PAGE": 64, "ENTRY_PAGE": 64,
+        "TOP": 512, "TOP_LANES": 512, "ENTRIES": True, "ROW": 576 if scaled else 512,
+        "LOCAL_BYTES": page, "ENTRY_BYTES": page, "SCALES": 8 if scaled else 0, "LANES": 1024,
+    }  # fmt: skip
+    return Variant(
+        impl=f"attn_sparse/triton{kind}",
+        name=f"sparse-places{kind}",
+        kernel=f"{MODULE}:places_kernel",
+        args=args,
+        warps=4,
+        shape=SHAPE,
+    )
+
+
+_MERGE = Variant(
+    impl="attn_sparse/triton",
+    name="sparse-merge-16",
+    kernel=f"{MODULE}:merge_kernel",
+    args={
+        "parts": "*fp32", "peaks": "*fp32", "totals": "*fp32", "counts": "*i32", "sinks": "*fp32",
+        "cos_sin": "*fp32", "positions": "*i64", "out": "*bf16", "H": 64, "D": 512, "R": 64,
+        "SPLITS": 16,
+    },
+    warps=4,
+    shape=SHAPE,
+)  # fmt: skip
+
+VARIANTS = (
+    *(_sparse(WGMMA, splits, False, HOPPER) for splits in (1, 16)),
+    *(_sparse(WGMMA_SCALED, splits, True, HOPPER) for splits in (1, 16)),
+    *(_sparse(SMALL, splits, False, REST) for splits in (1, 16)),
+    *(_sparse(SMALL_SCALED, splits, True, REST) for splits in (1, 16)),
+    *(_places(scaled) for scaled in (False, True)),
+    _MERGE,
+)

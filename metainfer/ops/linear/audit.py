@@ -1,0 +1,86 @@
+"""Variants of the FP8 products that are compiled for every target."""
+
+from metainfer.kernels.variant import Variant
+from metainfer.ops.linear.tiles import (
+    CHUNK,
+    CHUNK_WGMMA,
+    STREAM,
+    STREAM_SMALL,
+    STREAM_SMALL_WIDE,
+    STREAM_WIDE,
+    ChunkTile,
+    StreamTile,
+)
+
+MODULE = "metainfer.ops.linear.triton_fp8"
+HOPPER, REST = ("sm_90",), ("sm_80", "sm_89", "sm_120")
+
+
+def _stream(name: str, tile: StreamTile, n: int, k: int, rows: int, splits: int,
+            targets: tuple[str, ...]) -> Variant:  # fmt: skip
+    args: dict[str, str | int | bool] = {
+        "x": "*bf16", "w": "*fp8e4nv", "scales": "*u8", "out": "*bf16", "parts": "*fp32",
+        "counters": "*i32", "rows": "i32", "x_stride": "i32:16", "N": "i32:16",
+        "scale_stride": "i32", "K": k, "M": rows, "BN": tile.n, "SPLITS": splits,
+        "STEPS": k // 128 // splits, "E8M0": True, "EIGHT": True,
+    }  # fmt: skip
+    return Variant(
+        impl="linear/triton",
+        name=f"linear-fp8-stream-{name}-{targets[-1]}-{rows}",
+        kernel=f"{MODULE}:stream_kernel",
+        args=args,
+        warps=tile.warps,
+        stages=tile.stages,
+        shape={"rows": rows, "n": n, "k": k},
+        mma="e4m3.e4m3",
+        targets=targets,
+    )
+
+
+def _chunk(tile: ChunkTile, n: int, k: int, targets: tuple[str, ...]) -> Variant:
+    q, w = "*fp8e4nv", "*fp8e4nv"
+    if tile.tma:
+        q, w = f"tensordesc<fp8e4nv[{tile.m}, 128]>", f"tensordesc<fp8e4nv[{tile.n}, 128]>"
+    args: dict[str, str | int | bool] = {
+        "q": q, "q_scales": "*fp32", "w": w, "scales": "*u8", "out": "*bf16", "rows": "i32",
+        "scale_rows": "i32", "N": "i32:16", "scale_stride": "i32", "K": k, "BM": tile.m,
+        "BN": tile.n, "GROUP": tile.group, "E8M0": True, "TMA": tile.tma, "EIGHT": True,
+    }  # fmt: skip
+    return Variant(
+        impl="linear/triton",
+        name=f"linear-fp8-chunk-{n}x{k}-{targets[-1]}",
+        kernel=f"{MODULE}:chunk_kernel",
+        args=args,
+        warps=tile.warps,
+        stages=tile.stages,
+        shape={"rows": 8192, "n": n, "k": k},
+        mma="e4m3.e4m3",
+        targets=targets,
+    )
+
+
+_QUANTISE = Variant(
+    impl="linear/triton",
+    name="quantise-fp8-4096",
+    kernel=f"{MODULE}:quantise_kernel",
+    args={
+        "x": "*bf16", "q": "*fp8e4nv", "scales": "*fp32", "rows": "i32", "stride": "i32",
+        "row_stride": "i32", "block_stride": "i32", "K": 4096, "ROWS": 16, "MIXED": False,
+    },
+    warps=4,
+    shape={"rows": 8192, "n": 4096, "k": 4096},
+)  # fmt: skip
+
+VARIANTS = (
+    _stream("wq_b", STREAM, 32768, 1024, 16, 1, HOPPER),
+    _stream("wo_b", STREAM, 4096, 8192, 16, 8, HOPPER),
+    _stream("wo_b", STREAM_WIDE, 4096, 8192, 32, 8, HOPPER),
+    _stream("wq_b", STREAM_SMALL, 32768, 1024, 16, 1, REST),
+    _stream("wo_b", STREAM_SMALL, 4096, 8192, 16, 4, REST),
+    _stream("wo_b", STREAM_SMALL_WIDE, 4096, 8192, 32, 4, REST),
+    _chunk(CHUNK_WGMMA, 32768, 1024, HOPPER),
+    _chunk(CHUNK_WGMMA, 4096, 8192, HOPPER),
+    _chunk(CHUNK, 32768, 1024, REST),
+    _chunk(CHUNK, 4096, 8192, REST),
+    _QUANTISE,
+)

@@ -1,0 +1,138 @@
+"""Calls of the FP8 kernels: quantise, stream the weight for few tokens, tile for many."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from metainfer.core.errors import InternalError
+from metainfer.ops.linear.packed import PackedWeight
+from metainfer.ops.linear.tiles import (
+    BLOCK,
+    STREAM_ROWS,
+    ChunkTile,
+    StreamTile,
+    chunk_for,
+    stream_for,
+    stream_splits,
+)
+from metainfer.ops.linear.triton_fp8 import chunk_kernel, quantise_kernel, stream_kernel
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The card's; None for the interpreter's host."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@cache
+def units(device: torch.device) -> int:
+    """Multiprocessors; the interpreter's host has none and stands for a small card."""
+    if device.type != "cuda":
+        return 8
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@cache
+def _counters(device: torch.device, weight: int, tiles: int) -> Tensor:
+    """Arrivals per tile of the weight stored at `weight`: zero before and after every call."""
+    return torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+def quantise(x: Tensor, *, mixed: bool = False) -> tuple[Tensor, Tensor]:
+    """x [T, K] -> (e4m3 [T, K], scales [K / 128, T] float32), 2^e per token and 128 channels.
+
+    `mixed`: channels of a block stand in the order that packed FP4 unpacks to, and scales are
+    [T, K / 128].
+    """
+    (rows, k), device = x.shape, x.device
+    q = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=device)
+    shape = (rows, k // BLOCK) if mixed else (k // BLOCK, rows)
+    scales = torch.empty(shape, dtype=torch.float32, device=device)
+    if rows:
+        per = 16 if rows >= 64 else 4
+        strides = scales.stride() if mixed else scales.stride()[::-1]
+        quantise_kernel[(triton.cdiv(rows, per), k // BLOCK)](
+            x, q, scales, rows, x.stride(0), *strides, k, per, mixed, num_warps=4
+        )
+    return q, scales
+
+
+def stream(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    tile: StreamTile | None = None,
+    splits: int = 0,
+) -> Tensor:
+    """``x @ W^T`` for few tokens: x [T <= 32, K], weight e4m3 [N, K], scale [N / 128, K / 128] as
+    float32 or the bytes of 2^(byte - 127) -> [T, N] in x's dtype."""
+    rows, (n, k) = x.shape[0], weight.shape
+    if rows > STREAM_ROWS or k % BLOCK:
+        raise InternalError(f"the streaming product serves {STREAM_ROWS} rows, got {rows} x {k}")
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    device = x.device
+    tile = tile or stream_for(capability(device), rows)
+    splits = splits or stream_splits(n, k, tile.n, units(device))
+    tiles = triton.cdiv(n, tile.n)
+    parts, counters = out, out
+    if splits > 1:
+        parts = torch.empty((splits, rows, n), dtype=torch.float32, device=device)
+        counters = _counters(device, weight.data_ptr(), tiles)
+    stream_kernel[(tiles, splits)](
+        x, weight, scale, out, parts, counters, rows, x.stride(0), n, scale.stride(0),
+        k, max(16, triton.next_power_of_2(rows)), tile.n, splits, k // BLOCK // splits,
+        scale.dtype == torch.uint8, device.type == "cuda",
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def chunk(
+    q: Tensor,
+    q_scales: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    dtype: torch.dtype,
+    tile: ChunkTile | None = None,
+) -> Tensor:
+    """``x @ W^T`` of activations quantised by `quantise` (not mixed): [T, N] in `dtype`."""
+    (rows, k), n, device = q.shape, weight.shape[0], q.device
+    out = torch.empty((rows, n), dtype=dtype, device=device)
+    if rows == 0:
+        return out
+    tile = tile or chunk_for(capability(device))
+    left, right = q, weight
+    if tile.tma:
+        left = TensorDescriptor.from_tensor(q, [tile.m, BLOCK])
+        right = TensorDescriptor.from_tensor(weight, [tile.n, BLOCK])
+    options = {"maxnreg": tile.registers} if tile.registers else {}
+    chunk_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n),)](
+        left, q_scales, right, scale, out, rows, q_scales.stride(0), n, scale.stride(0),
+        k, tile.m, tile.n, tile.group, scale.dtype == torch.uint8, tile.tma,
+        device.type == "cuda", num_warps=tile.warps, num_stages=tile.stages, **options,
+    )  # fmt: skip
+    return out
+
+
+def linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    """``x @ W^T`` in the recipe's arithmetic: x [T, K], ``stored@1`` FP8 weight [N, K] -> [T, N].
+
+    Tensors laid end to end begin at multiples of 128 rows, and K is one too.
+    """
+    if any(rows % BLOCK for rows in weight.parts[:-1]):
+        raise InternalError(f"FP8 tensors of {weight.parts} rows do not meet at blocks of {BLOCK}")
+    elements = weight.data["elements"].view(torch.float8_e4m3fn)
+    scales = weight.data["scales"]
+    if x.shape[0] <= STREAM_ROWS:
+        return stream(x, elements, scales)
+    return chunk(*quantise(x), elements, scales, dtype=x.dtype)

@@ -1,0 +1,78 @@
+"""Tile sizes of the FP8 products, read by kernels, declarations and audit. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK = 128
+"""Channels that share one activation scale, and the side of a weight block."""
+
+STREAM_ROWS = 32
+"""Most tokens of the weight-streaming form."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTile:
+    """`n` rows of the weight per program, streamed 128 channels at a time."""
+
+    n: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, rows: int) -> int:
+        """Upper estimate: weight and activation buffers, and one quantised activation tile."""
+        return self.stages * (self.n + 2 * rows) * BLOCK + rows * BLOCK + 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTile:
+    """`m` tokens by `n` weight rows, 128 channels a step; `group` row blocks share weights.
+
+    `tma`: operands arrive by the bulk copy engine (9.0 and newer). `registers`: a cap, 0 for none.
+    """
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    tma: bool = False
+    registers: int = 0
+    group: int = 8
+
+    def shared_bytes(self) -> int:
+        """Upper estimate: operand buffers, or the output tile's way to memory."""
+        return max(self.stages * (self.m + self.n) * BLOCK, self.m * self.n * 4) + 1024
+
+
+STREAM = StreamTile(n=128, warps=8, stages=4)
+STREAM_WIDE = StreamTile(n=128, warps=4, stages=3)  # more than 16 tokens
+STREAM_SMALL = StreamTile(n=64, warps=4, stages=4)  # shared memory of 101,376 B
+STREAM_SMALL_WIDE = StreamTile(n=64, warps=4, stages=3)
+CHUNK_WGMMA = ChunkTile(m=64, n=128, warps=4, stages=3, tma=True, group=32)
+CHUNK = ChunkTile(m=128, n=128, warps=8, stages=3)
+
+
+def stream_for(capability: tuple[int, int] | None, rows: int) -> StreamTile:
+    """The streaming tile of a card."""
+    if capability is not None and capability[0] == 9:
+        return STREAM if rows <= 16 else STREAM_WIDE
+    return STREAM_SMALL if rows <= 16 else STREAM_SMALL_WIDE
+
+
+def chunk_for(capability: tuple[int, int] | None) -> ChunkTile:
+    """The tile for many tokens."""
+    return CHUNK_WGMMA if capability is not None and capability[0] == 9 else CHUNK
+
+
+def stream_splits(n: int, k: int, tile_n: int, units: int) -> int:
+    """Into how many parts K is cut: about two programs per multiprocessor, two blocks each.
+
+    A divisor of the number of blocks, so that every part is as long.
+    """
+    blocks = k // BLOCK
+    tiles = -(-n // tile_n)
+    best = 1
+    for parts in range(1, blocks // 2 + 1):
+        if blocks % parts == 0 and tiles * parts <= 2 * units:
+            best = parts
+    return best

@@ -1,0 +1,152 @@
+"""FP8 products with block scales in Triton: quantised activations, e4m3 operands, float32 sums.
+
+The recipe of the checkpoint: activations e4m3 with a scale 2^e per token and 128 channels, weights
+e4m3 with a scale per 128 x 128 block; each block of 128 channels is summed by the matrix unit and
+scaled in float32. `stream` reads the weight once for few tokens: the weight's rows are the matrix
+unit's long side, K is cut into parts so that the whole card reads, and the last part to arrive
+adds the others in order (same sum every time). `chunk` is the tiled product for many tokens;
+its activations are quantised by one pass before it.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# Kernel parameters are pointers and numbers of the compiler's own types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _power(bits):
+    """2^ceil(log2(amax / 448)) from the bits of amax, floored at 1e-4; NaN stays visible."""
+    bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
+    exponent = ((bits + 0x1FFFFF) >> 23) - 8
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits < 0x7F800000, scale, float("nan")), inverse
+
+
+@triton.jit
+def _magnitude(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered as numbers are, NaN last
+
+
+@triton.jit(do_not_specialize=["rows", "stride", "row_stride", "block_stride"])
+def quantise_kernel(
+    x, q, scales, rows, stride, row_stride, block_stride, K: tl.constexpr, ROWS: tl.constexpr,
+    MIXED: tl.constexpr,
+):  # fmt: skip
+    """One block of 128 channels of ROWS tokens. MIXED: in the order that packed FP4 unpacks to."""
+    block = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, 128)
+    live = (row < rows)[:, None]
+    values = tl.load(
+        x + row.to(tl.int64)[:, None] * stride + block * 128 + col[None, :], mask=live, other=0.0
+    ).to(tl.float32)
+    scale, inverse = _power(tl.max(_magnitude(values), axis=1))
+    if MIXED:  # k = 16 c + 4 i + j stands at 32 i + 4 c + j
+        col = (col // 4 % 4) * 32 + col // 16 * 4 + col % 4
+    where = row.to(tl.int64)[:, None] * K + block * 128 + col[None, :]
+    tl.store(q + where, (values * inverse[:, None]).to(q.dtype.element_ty), mask=live)
+    where = row.to(tl.int64) * row_stride + block * block_stride
+    tl.store(scales + where, scale, mask=row < rows)
+
+
+@triton.jit
+def _weight_scale(scales, at, E8M0: tl.constexpr):
+    raw = tl.load(scales + at)
+    if E8M0:
+        raw = (raw.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return raw
+
+
+@triton.jit(do_not_specialize=["rows"])
+def stream_kernel(
+    x, w, scales, out, parts, counters, rows, x_stride, N, scale_stride,
+    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+    STEPS: tl.constexpr, E8M0: tl.constexpr, EIGHT: tl.constexpr,
+):  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(1)
+    n = tile * BN + tl.arange(0, BN)
+    held = tl.minimum(n, N - 1).to(tl.int64)
+    m, k = tl.arange(0, M), tl.arange(0, 128)
+    live = (m < rows)[:, None]
+    acc = tl.zeros([BN, M], tl.float32)
+    first = part * STEPS
+    weight = w + held[:, None] * K + first * 128 + k[None, :]
+    token = x + m.to(tl.int64)[:, None] * x_stride + first * 128 + k[None, :]
+    row_scale = (tile * BN // 128) * scale_stride + first
+    for step in range(STEPS):
+        wide = tl.load(token + step * 128, mask=live, other=0.0).to(tl.float32)  # [M, 128]
+        scale, inverse = _power(tl.max(_magnitude(wide), axis=1))
+        values = wide * inverse[:, None]
+        block = tl.load(weight + step * 128)  # [BN, 128]
+        if EIGHT:
+            product = tl.dot(block, tl.trans(values.to(tl.float8e4nv)))
+        else:  # the interpreter and float32
+            product = tl.dot(
+                block.to(tl.float32), tl.trans(values.to(tl.float8e4nv).to(tl.float32)),
+                input_precision="ieee",
+            )  # fmt: skip
+        factor = scale * _weight_scale(scales, row_scale + step, E8M0)
+        acc += product * factor[None, :]
+    where = m.to(tl.int64)[None, :] * N + n[:, None]
+    mask = (n < N)[:, None] & (m < rows)[None, :]
+    if SPLITS == 1:
+        tl.store(out + where, acc.to(out.dtype.element_ty), mask=mask)
+    else:
+        size = rows.to(tl.int64) * N
+        tl.store(parts + part * size + where, acc, mask=mask)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+        if arrived == SPLITS - 1:
+            total = tl.load(parts + where, mask=mask, other=0.0, cache_modifier=".cg")
+            for other in range(1, SPLITS):
+                total += tl.load(
+                    parts + other * size + where, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)
+            tl.store(counters + tile, 0)
+
+
+@triton.jit(do_not_specialize=["rows", "scale_rows"])
+def chunk_kernel(
+    q, q_scales, w, scales, out, rows, scale_rows, N, scale_stride,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+    E8M0: tl.constexpr, TMA: tl.constexpr, EIGHT: tl.constexpr,
+):  # fmt: skip
+    """Tile of BM tokens by BN rows; neighbours in the grid share weight rows through the cache."""
+    tiles_m, tiles_n = tl.cdiv(rows, BM), tl.cdiv(N, BN)
+    program = tl.program_id(0)
+    per = GROUP * tiles_n
+    lead = program // per * GROUP
+    height = tl.minimum(tiles_m - lead, GROUP)
+    tile_m = lead + program % per % height
+    tile_n = program % per // height
+    m = tile_m * BM + tl.arange(0, BM)
+    n = tile_n * BN + tl.arange(0, BN)
+    k = tl.arange(0, 128)
+    safe = tl.minimum(m, rows - 1)
+    a_at = safe.to(tl.int64)[:, None] * K + k[None, :]
+    b_at = tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    row_scale = (tile_n * BN // 128) * scale_stride
+    acc = tl.zeros([BM, BN], tl.float32)
+    for step in range(K // 128):
+        if TMA:
+            a = q.load([tile_m * BM, step * 128])
+            b = w.load([tile_n * BN, step * 128])
+        else:
+            a = tl.load(q + a_at + step * 128)  # [BM, 128]
+            b = tl.load(w + b_at + step * 128)  # [BN, 128]
+        scale = tl.load(q_scales + step * scale_rows + safe)
+        if EIGHT:
+            product = tl.dot(a, tl.trans(b))
+        else:
+            product = tl.dot(a.to(tl.float32), tl.trans(b.to(tl.float32)), input_precision="ieee")
+        factor = scale * _weight_scale(scales, row_scale + step, E8M0)
+        acc += product * factor[:, None]
+    where = m.to(tl.int64)[:, None] * N + n[None, :]
+    mask = (m < rows)[:, None] & (n < N)[None, :]
+    tl.store(out + where, acc.to(out.dtype.element_ty), mask=mask)

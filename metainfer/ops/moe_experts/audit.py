@@ -1,0 +1,82 @@
+"""Variants of the MXFP4 expert kernels that are compiled for every target."""
+
+from metainfer.kernels.variant import Variant
+from metainfer.ops.moe_experts.tiles import (
+    CHUNK,
+    STREAM,
+    WGMMA_CHUNK,
+    WGMMA_STREAM,
+    Tile,
+    WgmmaTile,
+)
+
+PLAIN = "metainfer.ops.moe_experts.triton_mxfp4"
+HOPPER = "metainfer.ops.moe_experts.triton_wgmma"
+REST = ("sm_80", "sm_89", "sm_120")
+D, F, E, TOP = 4096, 2048, 256, 6
+WEIGHTS = {"w": "*i16", "scales": "*i32", "refs": "*u8"}
+SHAPE = {"d": D, "f": F, "e": E, "top_k": TOP}
+
+
+def _wgmma(name: str, tile: WgmmaTile, up: bool) -> Variant:
+    args: dict[str, str | int | bool] = {
+        "q": "*fp8e4nv", "q_scales": "*fp32", "order": "*i32", "table": "*i32", "routes": "*fp32",
+        **WEIGHTS, "out": "*bf16", "limit": "fp32", "K": D if up else F, "N": 2 * F if up else D,
+        "TOP": TOP, "UP": up, "BN": tile.n, "M": tile.m, "U": tile.blocks, "STAGES": tile.stages,
+        "WARPS": tile.warps,
+    }  # fmt: skip
+    return Variant(
+        impl="moe_experts/triton-wgmma",
+        name=f"experts-wgmma-{name}-{'up' if up else 'down'}",
+        kernel=f"{HOPPER}:experts_kernel",
+        args=args,
+        warps=tile.warps,
+        shape={"rows": 8, **SHAPE},
+        mma="wgmma.mma_async.sync.aligned.m64n" + f"{tile.m}k32.f32.e4m3.e4m3",
+        targets=("sm_90", "sm_120"),
+        spill_bytes=96 if tile == WGMMA_CHUNK else 0,
+        why="four unrolled blocks of 64 tokens at 128 threads; faster than 8 warps without spill",
+    )
+
+
+def _stream(tile: Tile, up: bool) -> Variant:
+    args: dict[str, str | int | bool] = {
+        "x" if up else "hidden": "*fp8e4nv", "x_scales": "*fp32", "ids": "*i32",
+        **({"routes": "*fp32"} if up else {}), **WEIGHTS,
+        "hidden" if up else "out": "*bf16" if up else "*fp32", **({"limit": "fp32"} if up else {}),
+        "slots": "i32", "D": D, "F": F, **({"TOP": TOP} if up else {}), "BN": tile.n, "M": tile.m,
+        "SLOTS": 64, "EIGHT": True, "WIDE": 0,
+    }  # fmt: skip
+    return _plain("stream", "stream_up_kernel" if up else "stream_down_kernel", args, tile)
+
+
+def _chunk(tile: Tile, up: bool) -> Variant:
+    args: dict[str, str | int | bool] = {
+        "q": "*fp8e4nv", "q_scales": "*fp32", "order": "*i64", "tiles": "*i64", "bounds": "*i64",
+        **({"routes": "*fp32"} if up else {}), **WEIGHTS, "hidden" if up else "out": "*bf16",
+        **({"limit": "fp32"} if up else {}), "D": D, "F": F, "E": E,
+        **({"TOP": TOP} if up else {}), "BN": tile.n, "M": tile.m, "EIGHT": True, "WIDE": 0,
+    }  # fmt: skip
+    return _plain("chunk", "chunk_up_kernel" if up else "chunk_down_kernel", args, tile)
+
+
+def _plain(name: str, kernel: str, args: dict[str, str | int | bool], tile: Tile) -> Variant:
+    return Variant(
+        impl="moe_experts/triton",
+        name=f"experts-{kernel.removesuffix('_kernel')}",
+        kernel=f"{PLAIN}:{kernel}",
+        args=args,
+        warps=tile.warps,
+        stages=tile.stages,
+        shape={"rows": 8, **SHAPE},
+        mma="mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
+        targets=REST,
+    )
+
+
+VARIANTS = (
+    *(_wgmma("stream", WGMMA_STREAM, up) for up in (True, False)),
+    *(_wgmma("chunk", WGMMA_CHUNK, up) for up in (True, False)),
+    *(_stream(STREAM, up) for up in (True, False)),
+    *(_chunk(CHUNK, up) for up in (True, False)),
+)

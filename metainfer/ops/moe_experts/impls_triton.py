@@ -1,0 +1,88 @@
+"""Declared Triton implementations of `moe_experts` on MXFP4 experts as stored."""
+
+from metainfer.core.verdict import Verdict
+from metainfer.kernels.conditions import (
+    capability,
+    custom,
+    dot_type,
+    feature,
+    multiple_of,
+    package,
+    shared_memory,
+    weight_schemes,
+)
+from metainfer.kernels.cost import extent, roofline
+from metainfer.kernels.impl import Context, Numerics
+from metainfer.ops.declare import ON_CUDA, triton
+from metainfer.ops.moe_experts.tiles import WGMMA_CHUNK, WGMMA_STREAM, chunk_for, stream_for
+
+E4M3 = "float8_e4m3fn"
+STORED = {"experts": "experts-stored@1"}
+CLAMP = frozenset({"clamp"})
+BF16 = frozenset({"bfloat16"})
+MXFP4_BYTES = 0.5 + 1 / 32
+
+
+def _traffic(c: Context) -> float:
+    """Each touched expert once (rows choose evenly), activations and hidden values."""
+    experts, picks = extent(c, "e"), extent(c, "rows") * extent(c, "top_k")
+    touched = experts * (1 - (1 - 1 / experts) ** picks)
+    d, f = extent(c, "d"), extent(c, "f")
+    return touched * 3 * d * f * MXFP4_BYTES + picks * (2 * d + 5 * f + 4 * d)
+
+
+def _operations(c: Context) -> float:
+    return 6.0 * extent(c, "rows") * extent(c, "top_k") * extent(c, "d") * extent(c, "f")
+
+
+def _portable_fits(context: Context) -> Verdict:
+    card = context.facts.device.capability
+    tiles = (stream_for(card), chunk_for(card))
+    return shared_memory(max(tile.shared_bytes() for tile in tiles))(context)
+
+
+_FORMAT = (ON_CUDA, package("triton", (3, 6)), dot_type(E4M3), weight_schemes("mxfp4"))
+
+IMPLS = (
+    triton(
+        "moe_experts",
+        "moe_experts.mxfp4:wgmma",
+        name="triton-wgmma",
+        dtypes=BF16,
+        conditions=(
+            *_FORMAT,
+            capability((9, 0), (9, 9)),
+            feature("wgmma"),
+            multiple_of("d", 512),
+            multiple_of("f", 512),
+            custom(
+                "shape",
+                lambda c: min(extent(c, "d"), extent(c, "f")) >= 1024,
+                "d and f must be 1,024 or more",
+            ),
+            shared_memory(max(t.shared_bytes() for t in (WGMMA_STREAM, WGMMA_CHUNK))),
+        ),
+        requires_layout=STORED,
+        honours=CLAMP,
+        native_when=(dot_type(E4M3),),
+        numerics=Numerics.NATIVE,
+        cost=roofline(_traffic, _operations, launches=5, part=0.85, compute_part=0.3, element=E4M3),
+    ),
+    triton(
+        "moe_experts",
+        "moe_experts.mxfp4:portable",
+        dtypes=BF16,
+        conditions=(
+            *_FORMAT,
+            capability((8, 9)),
+            multiple_of("d", 128),
+            multiple_of("f", 128),
+            _portable_fits,
+        ),
+        requires_layout=STORED,
+        honours=CLAMP,
+        native_when=(dot_type(E4M3),),
+        numerics=Numerics.NATIVE,
+        cost=roofline(_traffic, _operations, launches=5, part=0.45, compute_part=0.2, element=E4M3),
+    ),
+)

@@ -1,0 +1,275 @@
+"""Calls of the MXFP4 expert kernels: streaming for few tokens, sorted row blocks for many."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import MutableMapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from metainfer.core.errors import InternalError
+from metainfer.ops.linear.fp8 import capability, quantise
+from metainfer.ops.linear.packed import PackedWeight
+from metainfer.ops.moe_experts.tiles import (
+    FEW_SLOTS,
+    SPAN,
+    Tile,
+    WgmmaTile,
+    chunk_for,
+    stream_for,
+    wgmma_for,
+)
+from metainfer.ops.moe_experts.triton_mxfp4 import (
+    chunk_down_kernel,
+    chunk_up_kernel,
+    combine_kernel,
+    plan_kernel,
+    stream_down_kernel,
+    stream_up_kernel,
+)
+from metainfer.ops.moe_experts.triton_wgmma import experts_kernel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mx:
+    """One packed matrix: `words` int16 [R, K / 4], `scales` int32 [R, K / 128], `refs` uint8 [R]
+    (largest scale of a row, blocks of zeros apart), `eight`: e4m3 holds every row exactly."""
+
+    words: Tensor
+    scales: Tensor
+    refs: Tensor
+    eight: bool
+
+
+def prepare(data: Tensor, scale: Tensor) -> Mx:
+    """From stored bytes: data uint8 [R, K / 2], low nibble first; scale uint8 [R, K / 32]."""
+    rows, half = data.shape
+    if half % 64 or scale.shape != (rows, half // 16):
+        raise InternalError(f"MXFP4 wants K in blocks of 128, got {list(data.shape)}")
+    refs = torch.empty(rows, dtype=torch.uint8, device=data.device)
+    eight = True
+    step = max(1, (1 << 28) // max(half, 1))
+    for first in range(0, rows, step):  # in pieces: the masks are as large as the weight
+        part = slice(first, first + step)
+        used = (data[part].view(torch.int64) & 0x7777777777777777) != 0
+        used = used.reshape(-1, half // 16, 2).any(-1)
+        codes = scale[part].short()
+        top = torch.where(used, codes, -1).amax(1)
+        low = torch.where(used, codes, 1000).amin(1)
+        # the factor 2^(ref - 6) of a row must be a normal float32
+        eight &= bool(((top - low <= SPAN) & ((top > 6) | (top < 0)) & (top < 255)).all())
+        refs[part] = top.clamp_min(127 - 120).to(torch.uint8)
+    return Mx(data.view(torch.int16), scale.view(torch.int32), refs, eight)
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    routes: Tensor,
+    up: Mx,
+    down: Mx,
+    *,
+    experts: int,
+    limit: float = 0.0,
+    tile: Tile | WgmmaTile | None = None,
+    chunked: bool | None = None,
+) -> Tensor:
+    """See `ref.moe_experts`: x [T, D], ids [T, k] int32, routes [T, k] float32 -> [T, D].
+
+    up: rows [experts 2F], down: rows [experts D].
+    """
+    (tokens, d), top = x.shape, ids.shape[1]
+    f = up.words.shape[0] // (2 * experts)
+    out = torch.empty_like(x)
+    if tokens == 0:
+        return out
+    pairs = tokens * top
+    few = pairs <= FEW_SLOTS if chunked is None else not chunked
+    if isinstance(tile, WgmmaTile):
+        y = _wgmma(x, ids, routes, up, down, limit, experts, f, tile, few)
+    else:
+        y = (_stream if few else _chunk)(x, ids, routes, up, down, limit, experts, f, tile)
+    block = 1024
+    combine_kernel[(tokens, triton.cdiv(d, block))](y, ids, out, d, top, block, num_warps=4)
+    return out
+
+
+def _wgmma(
+    x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
+    tile: WgmmaTile | None, few: bool,
+) -> Tensor:  # fmt: skip
+    (tokens, d), top, device = x.shape, ids.shape[1], x.device
+    pairs = tokens * top
+    tile = tile or wgmma_for(pairs, experts)
+    hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
+    y = torch.empty((pairs, d), dtype=torch.float32 if few else x.dtype, device=device)
+    if few:
+        q = torch.empty((tokens, d), dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty((tokens, d // 128), dtype=torch.float32, device=device)
+        order = torch.empty(pairs, dtype=torch.int32, device=device)
+        table = torch.empty((pairs, 3), dtype=torch.int32, device=device)
+        slots = max(16, triton.next_power_of_2(pairs))
+        heads = torch.empty(slots, dtype=torch.int32, device=device)
+        plan_kernel[(d // 128 + 1,)](
+            x, q, scales, ids, order, table, heads, tokens, x.stride(0), pairs, d,
+            triton.next_power_of_2(tokens), slots, tile.m,
+            num_warps=4,
+        )  # fmt: skip
+    else:
+        q, scales = quantise(x, mixed=True)
+        order, table = sorted_plan(ids, experts, tile.m)
+    blocks = table.shape[0]
+    experts_kernel[(2 * f // tile.n, blocks)](
+        q, scales, order, table, routes, up.words, up.scales, up.refs, hidden,
+        limit or float("inf"), d, 2 * f, top, True, tile.n, tile.m, tile.blocks,
+        tile.stages, tile.warps, num_warps=tile.warps,
+    )  # fmt: skip
+    q, scales = quantise(hidden, mixed=True)
+    experts_kernel[(d // tile.n, blocks)](
+        q, scales, order, table, routes, down.words, down.scales, down.refs, y,
+        0.0, f, d, top, False, tile.n, tile.m, tile.blocks,
+        tile.stages, tile.warps, num_warps=tile.warps,
+    )  # fmt: skip
+    return y
+
+
+def sorted_plan(ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor]:
+    """(order [pairs] int32, table [blocks, 3] int32): pairs sorted by expert in row blocks of `m`.
+
+    As many blocks as there can be; those past the last hold no pairs.
+    """
+    pairs, device = ids.numel(), ids.device
+    chosen, order = torch.sort(ids.flatten(), stable=True)  # -1 first: no block holds them
+    edges = torch.arange(experts + 1, dtype=ids.dtype, device=device)
+    bounds = torch.searchsorted(chosen, edges)
+    starts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
+    torch.cumsum((bounds[1:] - bounds[:-1] + m - 1) // m, 0, out=starts[1:])
+    block = torch.arange(pairs // m + min(experts, pairs), device=device)
+    expert = (torch.searchsorted(starts, block, right=True) - 1).clamp_max(experts - 1)
+    first = bounds[expert] + (block - starts[expert]) * m
+    count = (bounds[expert + 1] - first).clamp(0, m)
+    return order.int(), torch.stack((expert, first, count), 1).int()
+
+
+def _wide(x: Tensor) -> tl.dtype:
+    return tl.bfloat16 if x.device.type == "cuda" else tl.float32
+
+
+def _stream(
+    x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
+    tile: Tile | None,
+) -> Tensor:  # fmt: skip
+    (tokens, d), top, device = x.shape, ids.shape[1], x.device
+    pairs = tokens * top
+    tile = tile or stream_for(capability(device))
+    slots = max(16, triton.next_power_of_2(pairs))
+    hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
+    y = torch.empty((pairs, d), dtype=torch.float32, device=device)
+    values, scales = quantise(x, mixed=True)
+    wide, eight = _wide(x), device.type == "cuda"
+    stream_up_kernel[(2 * f // tile.n, pairs)](
+        values, scales, ids, routes, up.words, up.scales, up.refs, hidden,
+        limit or float("inf"), pairs, d, f, top, tile.n, tile.m, slots,
+        eight and up.eight, wide, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    values, scales = quantise(hidden, mixed=True)
+    stream_down_kernel[(d // tile.n, pairs)](
+        values, scales, ids, down.words, down.scales, down.refs, y, pairs,
+        d, f, tile.n, tile.m, slots, eight and down.eight, wide,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+def _chunk(
+    x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
+    tile: Tile | None,
+) -> Tensor:  # fmt: skip
+    (tokens, d), top, device = x.shape, ids.shape[1], x.device
+    pairs = tokens * top
+    tile = tile or chunk_for(capability(device))
+    chosen, order = torch.sort(ids.flatten(), stable=True)  # -1 first: no block reads them
+    edges = torch.arange(experts + 1, dtype=ids.dtype, device=device)
+    bounds = torch.searchsorted(chosen, edges)
+    counts = bounds[1:] - bounds[:-1]
+    tiles = torch.zeros(experts + 1, dtype=torch.int64, device=device)
+    torch.cumsum((counts + tile.m - 1) // tile.m, 0, out=tiles[1:])
+    blocks = pairs // tile.m + min(experts, pairs)
+    hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
+    y = torch.empty((pairs, d), dtype=x.dtype, device=device)
+    q, scales = quantise(x, mixed=True)
+    wide, eight = _wide(x), device.type == "cuda"
+    chunk_up_kernel[(2 * f // tile.n, blocks)](
+        q, scales, order, tiles, bounds, routes, up.words, up.scales, up.refs, hidden,
+        limit or float("inf"), d, f, experts, top, tile.n, tile.m,
+        eight and up.eight, wide, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    q, scales = quantise(hidden, mixed=True)
+    chunk_down_kernel[(d // tile.n, blocks)](
+        q, scales, order, tiles, bounds, down.words, down.scales, down.refs, y, d, f, experts,
+        tile.n, tile.m, eight and down.eight, wide, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+_ready: MutableMapping[Tensor, Mx] = WeakTensorKeyDictionary()
+
+
+def _packed(weight: PackedWeight) -> Mx:
+    """References and exactness of a packed matrix: found at the first call, which waits for the
+    device once (warm-up makes it), and kept as long as its elements."""
+    elements = weight.data["elements"]
+    if elements not in _ready:
+        found = prepare(elements, weight.data["scales"])
+        if not found.eight:
+            warnings.warn(
+                f"{weight.site or 'experts'}: scales of a row span more than 2^{SPAN}; "
+                "its FP4 elements are multiplied in bfloat16 (exact, slower)",
+                stacklevel=2,
+            )
+        _ready[elements] = found
+    return _ready[elements]
+
+
+def wgmma(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    *,
+    limit: float = 0.0,
+) -> Tensor:
+    """See `ref.moe_experts_rounded`; ``experts-stored@1`` in MXFP4, on Hopper."""
+    up, down = _packed(w13), _packed(w2)
+    if not (up.eight and down.eight):
+        return _call(x, ids, weights, up, down, w2, limit, None)
+    count = len(w2.parts)
+    tile = wgmma_for(ids.numel(), count)
+    return _call(x, ids, weights, up, down, w2, limit, tile)
+
+
+def portable(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    *,
+    limit: float = 0.0,
+) -> Tensor:
+    """See `ref.moe_experts_rounded`; ``experts-stored@1`` in MXFP4, any card with e4m3."""
+    return _call(x, ids, weights, _packed(w13), _packed(w2), w2, limit, None)
+
+
+def _call(
+    x: Tensor, ids: Tensor, weights: Tensor, up: Mx, down: Mx, w2: PackedWeight, limit: float,
+    tile: WgmmaTile | None,
+) -> Tensor:  # fmt: skip
+    ids, weights = ids.contiguous(), weights.float().contiguous()
+    return experts(x, ids, weights, up, down, experts=len(w2.parts), limit=limit, tile=tile)

@@ -1,0 +1,98 @@
+"""DeepSeek-V4's Triton kernels in the interpreter: logic and borders, on numbers it rounds right.
+
+The interpreter loses the carry when it rounds to e4m3, so what is rounded lies on that grid, or is
+only compared between forms that round alike. Tensor instructions are for the card (``-m gpu``).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+CHILD = Path(__file__).with_name("triton_v4_child.py")
+RUNS = (
+    "stream", "stream-splits", "chunk", "quantise", "quantise-nan", "plan", "sorted-plan",
+    "experts-hidden", "experts-forms", "prepare", "attention", "attention-splits",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, float]:
+    """One child for all: ``TRITON_INTERPRET`` binds at import."""
+    done = subprocess.run(
+        [sys.executable, str(CHILD), *RUNS], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line["error"] for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_kernel_agrees(run: str, answers: dict[str, float]) -> None:
+    assert answers[run] < 2e-6
+
+
+def test_streaming_cuts_k_into_equal_parts() -> None:
+    from metainfer.ops.linear.tiles import stream_splits
+
+    assert stream_splits(32768, 1024, 128, 132) == 1  # enough tiles for the card
+    assert stream_splits(4096, 8192, 128, 132) == 8
+    for n in (128, 1536, 4096):
+        for k in (128, 256, 384, 4096, 8192):
+            parts = stream_splits(n, k, 128, 132)
+            assert (k // 128) % parts == 0 and (parts == 1 or k // 128 // parts >= 2)
+
+
+def test_shared_memory_of_the_tables_fits_its_cards() -> None:
+    from metainfer.ops.attn_sparse.tiles import tile_for
+    from metainfer.ops.linear import tiles as linear
+    from metainfer.ops.moe_experts import tiles as experts
+
+    for card, limit in (((9, 0), 232_448), ((8, 9), 101_376), ((12, 0), 101_376)):
+        for rows in (16, linear.STREAM_ROWS):
+            assert linear.stream_for(card, rows).shared_bytes(rows) <= limit
+        assert linear.chunk_for(card).shared_bytes() <= limit
+        assert experts.stream_for(card).shared_bytes() <= limit
+        assert experts.chunk_for(card).shared_bytes() <= limit
+        for scaled in (False, True):
+            assert tile_for(card, scaled).shared_bytes(512, 2, card, scaled) <= limit
+
+
+def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
+    from metainfer.kernels.audit import TARGETS, load_manifest
+    from metainfer.ops.attn_sparse.tiles import tile_for
+    from metainfer.ops.linear import tiles as linear
+    from metainfer.ops.moe_experts import tiles as experts
+
+    checked = 0
+    for build in load_manifest():
+        if build.shared_bytes is None:
+            continue
+        card, name = TARGETS[build.target][0], build.kernel
+        if name.startswith("linear-fp8-stream"):
+            rows = int(name.rsplit("-", 1)[1])
+            estimate = linear.stream_for(card, rows).shared_bytes(rows)
+        elif name.startswith("linear-fp8-chunk"):
+            estimate = linear.chunk_for(card).shared_bytes()
+        elif name.startswith("experts-wgmma"):
+            wgmma = experts.WGMMA_STREAM if "stream" in name else experts.WGMMA_CHUNK
+            estimate = wgmma.shared_bytes()
+        elif name.startswith("experts-stream"):
+            estimate = experts.stream_for(card).shared_bytes()
+        elif name.startswith("experts-chunk"):
+            estimate = experts.chunk_for(card).shared_bytes()
+        elif name.startswith(("sparse-sm", "sparse-fp8-sm")):
+            scaled = "fp8" in name
+            estimate = tile_for(card, scaled).shared_bytes(512, 2, card, scaled)
+        else:
+            continue
+        assert build.shared_bytes <= estimate, (name, build.target, build.shared_bytes, estimate)
+        checked += 1
+    assert checked > 40

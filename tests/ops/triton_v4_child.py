@@ -1,0 +1,249 @@
+"""Run by `test_triton_v4_kernels.py` in a process of its own: ``TRITON_INTERPRET`` binds at import.
+
+Prints one JSON line for each run named in the arguments: its error relative to the truth (for whole
+numbers: how many are wrong).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from metainfer.formats.activation import activation_fp8
+from metainfer.formats.block_codecs import BlockTensor, decode, encode
+from metainfer.formats.blocks import FORMATS
+from metainfer.kv.book.form import plain
+from metainfer.kv.store.entries import EntryPages
+from metainfer.ops.attn_sparse.cases import LAYOUTS, Layout, _draw
+from metainfer.ops.attn_sparse.ref import attn_sparse as reference
+from metainfer.ops.attn_sparse.tiles import Tile as AttnTile
+from metainfer.ops.attn_sparse.triton_calls import attn_sparse
+from metainfer.ops.case import generator, normal, poisoned
+from metainfer.ops.linear.fp8 import chunk, quantise, stream
+from metainfer.ops.linear.tiles import ChunkTile, StreamTile
+from metainfer.ops.moe_experts import mxfp4
+from metainfer.ops.moe_experts.tiles import Tile
+from metainfer.ops.moe_experts.triton_mxfp4 import plan_kernel
+from metainfer.ops.rope.tables import RopeSpec, cos_sin
+
+G = generator(11)
+
+
+def grid(*shape: int) -> Tensor:
+    """Noise that e4m3 with a power-of-two scale per 128 channels holds exactly."""
+    return activation_fp8(normal(G, *shape).float())
+
+
+def off(mine: Tensor, truth: Tensor) -> float:
+    gap = (mine.double() - truth).abs()
+    return float(gap.max() / truth.abs().max()) if bool(torch.isfinite(gap).all()) else float("inf")
+
+
+def fp8() -> tuple[Tensor, BlockTensor, Tensor]:
+    x, weight = grid(5, 512), encode(normal(G, 200, 512), FORMATS["fp8_128"])
+    return x, weight, x.double() @ decode(weight, torch.float64).T
+
+
+def run_stream(splits: int = 1) -> float:
+    x, weight, truth = fp8()
+    data = weight.data.view(torch.float8_e4m3fn)
+    for _ in range(2):  # counters come back to zero
+        with poisoned():
+            found = stream(x, data, weight.scale, tile=StreamTile(64, 4, 2), splits=splits)
+    return off(found, truth)
+
+
+def run_chunk() -> float:
+    x, weight, truth = fp8()
+    data = weight.data.view(torch.float8_e4m3fn)
+    with poisoned():
+        tile = ChunkTile(16, 64, 4, 2)
+        return off(chunk(*quantise(x), data, weight.scale, dtype=torch.float32, tile=tile), truth)
+
+
+def run_quantise() -> float:
+    x = grid(3, 256)
+    q, scales = quantise(x)
+    back = q.double().view(3, 2, 128) * scales.T.double().unsqueeze(-1)
+    mixed, other = quantise(x, mixed=True)
+    place = torch.arange(128)
+    order = place // 4 % 4 * 32 + place // 16 * 4 + place % 4
+    again = mixed.double().view(3, 2, 128)[..., order] * other.double().unsqueeze(-1)
+    return max(off(back.flatten(1), x.double()), off(again.flatten(1), x.double()))
+
+
+def run_quantise_nan() -> float:
+    x = grid(4, 128)
+    x[1, 7], x[2, 9] = float("nan"), float("inf")
+    scales = quantise(x)[1][0]
+    return float(scales.isnan().tolist() != [False, True, True, False])
+
+
+def choose(tokens: int, k: int, count: int) -> Tensor:
+    ids = torch.stack([torch.randperm(count, generator=G)[:k] for _ in range(tokens)]).int()
+    if tokens > 4:
+        ids[2], ids[4, 1] = -1, -1
+    return ids
+
+
+def judged(order: Tensor, table: Tensor, ids: Tensor, m: int) -> int:
+    """How many pairs a plan misses, repeats or gives to the wrong expert."""
+    flat, seen, wrong = ids.flatten().tolist(), [], 0
+    for expert, first, count in table.tolist():
+        rows = order[first : first + count].tolist() if count else []
+        wrong += sum(flat[row] != expert for row in rows) + (count > m)
+        seen += rows
+    return wrong + int(sorted(seen) != [i for i, expert in enumerate(flat) if expert >= 0])
+
+
+def run_plan() -> float:
+    wrong = 0
+    for tokens, k, count, m in ((5, 3, 4, 8), (7, 6, 9, 2), (1, 6, 256, 8), (20, 6, 7, 8)):
+        ids = choose(tokens, k, count)
+        pairs, slots = ids.numel(), max(16, triton.next_power_of_2(ids.numel()))
+        order = torch.full((pairs,), -7, dtype=torch.int32)
+        table = torch.full((pairs, 3), -7, dtype=torch.int32)
+        heads = torch.full((slots,), -7, dtype=torch.int32)
+        x, scales = grid(tokens, 128), torch.empty(tokens, 1)
+        q = torch.empty(tokens, 128, dtype=torch.float8_e4m3fn)
+        plan_kernel[(2,)](
+            x, q, scales, ids, order, table, heads, tokens, 128, pairs, 128,
+            triton.next_power_of_2(tokens), slots, m,
+        )  # fmt: skip
+        same, factor = quantise(x, mixed=True)
+        wrong += judged(order, table, ids, m) + int(not torch.equal(scales, factor))
+        wrong += int(not torch.equal(q.view(torch.uint8), same.view(torch.uint8)))
+    return float(wrong)
+
+
+def run_sorted_plan() -> float:
+    return float(
+        sum(
+            judged(*mxfp4.sorted_plan(ids, count, m), ids, m)
+            for tokens, k, count, m in (
+                (50, 3, 4, 8),
+                (70, 6, 9, 16),
+                (1, 6, 256, 8),
+                (200, 6, 7, 128),
+            )
+            for ids in (choose(tokens, k, count),)
+        )
+    )
+
+
+E, D, WIDTH, LIMIT = 4, 256, 128, 1.0
+
+
+def experts(chunked: bool) -> tuple[Tensor, Tensor]:
+    """(result, truth whose hidden values are not rounded) of one expert layer."""
+    generator_state = G.get_state()
+    x, ids = grid(7, D), choose(7, 2, E)
+    routes = torch.rand(7, 2, generator=G)
+    up = encode(normal(G, E * 2 * WIDTH, D) * D**-0.5, FORMATS["mxfp4"])
+    down = encode(normal(G, E * D, WIDTH) * WIDTH**-0.5, FORMATS["mxfp4"])
+    G.set_state(generator_state)
+    packed = [mxfp4.prepare(part.data, part.scale) for part in (up, down)]
+    with poisoned():
+        found = mxfp4.experts(
+            x, ids, routes, *packed, experts=E, limit=LIMIT, tile=Tile(64, 16, 4, 2),
+            chunked=chunked,
+        )  # fmt: skip
+    w13, w2 = decode(up, torch.float64), decode(down, torch.float64)
+    truth = torch.zeros(7, D, dtype=torch.float64)
+    for token, slot in (ids >= 0).nonzero().tolist():
+        e = int(ids[token, slot])
+        both = w13.view(E, 2 * WIDTH, D)[e] @ x[token].double()
+        gate, lift = both[:WIDTH].clamp(max=LIMIT), both[WIDTH:].clamp(-LIMIT, LIMIT)
+        hidden = F.silu(gate) * lift * routes[token, slot].double()
+        truth[token] += w2.view(E, D, WIDTH)[e] @ hidden
+    return found, truth
+
+
+def run_experts_hidden() -> float:
+    """Rounding hidden values costs a few per cent; anything else would cost more."""
+    found, truth = experts(chunked=False)
+    untouched = float(found[2].abs().max())
+    return max(float((found - truth).norm() / truth.norm()) / 0.1 - 1, 0.0) + untouched
+
+
+def run_experts_forms() -> float:
+    few, many = experts(chunked=False)[0], experts(chunked=True)[0]
+    return off(few, many.double())
+
+
+def run_prepare() -> float:
+    """Spans of 11 are exact, 12 are not; blocks of zeros do not count; references are the rows'."""
+    data = torch.full((3, 64), 0x22, dtype=torch.uint8)
+    scale = torch.full((3, 4), 120, dtype=torch.uint8)
+    scale[1, 2] = 109
+    scale[2, 0], data[2, :16] = 1, 0
+    fine = mxfp4.prepare(data, scale)
+    scale[1, 2] = 108
+    return float(
+        not fine.eight or fine.refs.tolist() != [120] * 3 or mxfp4.prepare(data, scale).eight
+    )
+
+
+def attention(layout: Layout, splits: int) -> float:
+    drawn = _draw(layout, G)
+    d, ratio = layout.d, layout.ratio
+    per = layout.page // ratio if ratio else 1
+    form = plain("latent@1", d, "float32", tail=layout.rotated)
+    local = EntryPages(0, drawn.tokens.float().view(-1, layout.page, d), form, layout.page)
+    entries = EntryPages(0, drawn.entries.float().view(-1, per, d), form, per) if ratio else None
+    queries = torch.tensor([0, *(n for n, _ in layout.sequences)]).cumsum(0).int()
+    rows = int(queries[-1])
+    args = (
+        local, drawn.local_table, entries, drawn.entry_table if ratio else None,
+        drawn.picks if ratio and layout.top_k else None,
+        (normal(G, layout.hq) + layout.sink).float(),
+        cos_sin(RopeSpec(rotated=layout.rotated), max(c for _, c in layout.sequences)),
+        drawn.positions, queries, torch.tensor([c for _, c in layout.sequences]).int(),
+    )  # fmt: skip
+    q = normal(G, rows + layout.padding, layout.hq, d).float()
+    options = {"scale": d**-0.5, "window": layout.window, "ratio": ratio}
+    with poisoned():
+        found = attn_sparse(q, *args, **options, tile=AttnTile(16, 16, 4, 2), splits=splits)
+    return off(found[:rows], reference(q.double(), *args, **options)[:rows].double())
+
+
+def run_attention(splits: int = 1) -> float:
+    names = ("first-token", "decode-borders", "decode-all", "decode-window-only",
+             "decode-idle-padded", "verify", "chunks", "strong-sink")  # fmt: skip
+    return max(attention(layout, splits) for layout in LAYOUTS if layout.name in names)
+
+
+RUNS: dict[str, Callable[[], float]] = {
+    "stream": run_stream,
+    "stream-splits": lambda: run_stream(2),
+    "chunk": run_chunk,
+    "quantise": run_quantise,
+    "quantise-nan": run_quantise_nan,
+    "plan": run_plan,
+    "sorted-plan": run_sorted_plan,
+    "experts-hidden": run_experts_hidden,
+    "experts-forms": run_experts_forms,
+    "prepare": run_prepare,
+    "attention": run_attention,
+    "attention-splits": lambda: run_attention(4),
+}
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    for name in sys.argv[1:]:
+        print(json.dumps({"name": name, "error": RUNS[name]()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
