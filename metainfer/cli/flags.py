@@ -105,6 +105,9 @@ class EngineFlags:
     layout: Annotated[
         tuple[str, ...], _flag("--layout", text="ROLE=ID: use exactly this layout (repeatable)")
     ] = ()
+    parallel: Annotated[
+        str | None, _flag("--parallel", text="layout over cards: single, tp8, ep8, 2xtp4 ...")
+    ] = None
     allow_fallback: Annotated[
         tuple[str, ...],
         _flag("--allow-fallback", text="OP that may take a reference path (repeatable)"),
@@ -147,6 +150,7 @@ class EngineFlags:
             draft=self.draft,
             ops=parse_pairs(self.op, "--op"),
             layouts=parse_pairs(self.layout, "--layout"),
+            parallel=self.parallel,
             allow_fallback=self.allow_fallback,
             origins=origins,
         )

@@ -23,7 +23,8 @@ class Intent:
     `concurrency`: sequences running at once. `kv_bytes`: device memory for the cache.
     `chunk_tokens`: most tokens in a step. `threads`: CPU threads. `ops`: op or site ->
     implementation. `layouts`: role -> layout id. `allow_fallback`: ops that may take a reference
-    path. `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
+    path. `parallel`: how cards share the model (``single``, ``tp8``, ``ep8`` ...), by name.
+    `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
     ``mtp:N``.
     """
 
@@ -41,6 +42,7 @@ class Intent:
     draft: str | None = None
     ops: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
+    parallel: str | None = None
     allow_fallback: tuple[str, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict)
 

@@ -155,13 +155,14 @@ class Plan:
 class LedgerRow:
     """One line of the memory ledger. `kind`: weights, kv, transient, reserve ...; `memory`: which
     memory (device, host, pinned, numa0, disk). `logical_bytes`: what the content needs, where it
-    differs from what is allocated."""
+    differs from what is allocated. `share`: how ranks share a weight (``whole``, ``rows/8``)."""
 
     item: str
     kind: str
     bytes: int
     memory: str = "device"
     logical_bytes: int | None = None
+    share: str = ""
 
 
 def _flatten(path: str, value: object) -> Iterator[tuple[str, object]]:

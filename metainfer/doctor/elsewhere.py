@@ -113,6 +113,8 @@ def _kernels(
     try:
         resolved = there.resolve(model, intent)
         selection, view = resolved.selection, view_of(resolved)
+        if (refusal := resolved.refusal()) is not None:
+            found += refusals(refusal)
     except RefusedError as error:
         if error.code not in _ROOM:
             return error, None, []
@@ -146,7 +148,10 @@ def _notes(there: Elsewhere) -> list[Finding]:
         found.append(information("machine.software", place, what, ELSEWHERE, proof))
     devices = len(machine.facts.devices)
     if devices > 1:
-        what = f"1 of {devices} devices would be used: layouts of several ranks are not built yet."
+        what = (
+            f"of {devices} devices one can serve; layouts over several are planned only: "
+            "layouts of several ranks are not built yet."
+        )
         proof = f"devices = {devices}"
         found.append(information("machine.devices", place, what, evidence=proof))
     return found

@@ -70,7 +70,10 @@ class Engine:
             machine = open_machine(self.intent.platform)
         with self._phase("plan"):
             # Before the long imports: what the plan refuses is refused within a second.
-            machine.recall(machine.resolve(model, self.intent).plan.model.dtype)
+            first = machine.resolve(model, self.intent)
+            if (refusal := first.refusal()) is not None:
+                raise refusal
+            machine.recall(first.plan.model.dtype)
         with self._phase("torch"):
             import torch  # noqa: F401 - timed apart: it is the longest import
 

@@ -6,11 +6,14 @@ the layers keep, which ops do they use with which shapes, what do they weigh. Ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
+from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
+from metainfer.core.verdict import Verdict
 from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.spec import CacheSpec
 
@@ -46,6 +49,48 @@ class WeightSpec:
         for extent in self.shape:
             count *= extent
         return count
+
+
+class Cut(StrEnum):
+    """How ranks share a matrix. `ROWS`: every tensor of it along N (gate and up each).
+    `COLUMNS`: along K. `EXPERTS`: whole experts. `WHOLE`: every rank holds all of it."""
+
+    WHOLE = "whole"
+    ROWS = "rows"
+    COLUMNS = "columns"
+    EXPERTS = "experts"
+
+
+class Costs(Protocol):
+    """What a family's arithmetic costs beside its matrices, for predictions.
+
+    FLOPs come in two parts: those that tensor parallelism shares by heads, and those that every
+    rank of a tensor group does.
+    """
+
+    @property
+    def hidden(self) -> int:
+        """Width of what collectives move, in elements."""
+        ...
+
+    @property
+    def experts_per_token(self) -> int: ...
+
+    def distinct_experts(self, tokens: int) -> float:
+        """Experts of one layer that `tokens` tokens touch, of all of them, under even routing."""
+        ...
+
+    def decode_attention_flops(self, context: int) -> tuple[float, float]:
+        """Of one token that sees `context` tokens."""
+        ...
+
+    def prefill_attention_flops(self, tokens: int) -> tuple[float, float]:
+        """Of a prompt of `tokens` tokens."""
+        ...
+
+    def cache_reads(self, specs: Sequence[CacheSpec], context: int) -> float:
+        """Bytes of caches that one token reads over all layers."""
+        ...
 
 
 class Arch(Protocol):
@@ -98,6 +143,29 @@ class Arch(Protocol):
     ) -> tuple[OpRequest, ...]:
         """Every op use in one phase. `rows`: tokens of a typical step, `logit_rows` of them need
         logits; `schemes`: site -> storage schemes; `page_tokens`: tokens of a cache page."""
+        ...
+
+    @property
+    def routed_experts(self) -> int:
+        """Experts of a layer that ranks can share; 0 for a model without."""
+        ...
+
+    def cut(self, spec: WeightSpec, layout: LayoutPlan) -> tuple[Cut, int]:
+        """How ranks share a weight under `layout`, and into how many parts."""
+        ...
+
+    def layout_objections(
+        self, layout: LayoutPlan, blocks: Mapping[str, tuple[int, int]]
+    ) -> Verdict:
+        """Everything that forbids a layout; `blocks`: site -> rows and columns of one scale."""
+        ...
+
+    def on_rank(self, layout: LayoutPlan) -> Arch:
+        """The model as one rank's caches and activations see it; its weights are `cut`."""
+        ...
+
+    def costs(self) -> Costs | None:
+        """What predictions need, or None where the family has no cost model."""
         ...
 
     def table_bytes(self, positions: int) -> int:

@@ -6,47 +6,28 @@ the same function serves `plan`, `doctor` and `serve`, so that what is shown is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import GOALS, Intent
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
-from metainfer.core.plan import (
-    DraftPlan,
-    GroupPlan,
-    LayoutPlan,
-    LedgerRow,
-    Limits,
-    ModelPlan,
-    OpPlan,
-    Plan,
-)
+from metainfer.core.plan import DraftPlan, GroupPlan, Limits, ModelPlan, OpPlan, Plan
 from metainfer.core.step import Phase
-from metainfer.core.verdict import Reason
-from metainfer.kernels.impl import Layout, OpRequest
+from metainfer.kernels.impl import OpRequest
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import Policy, Selection, select
 from metainfer.kv.book.capacity import CacheSizes
-from metainfer.kv.book.spec import GroupSpec, form_groups
+from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
 from metainfer.planner import drafts
-from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 from metainfer.planner.graphs import decode_graphs
-from metainfer.planner.memory import (
-    DTYPE_BYTES,
-    RESERVE_PART,
-    CacheBudget,
-    kv_rows,
-    size_cache,
-    total,
-    weight_rows,
-)
+from metainfer.planner.ranks import Cards, Held
+from metainfer.planner.search import Candidate, search, unbuilt
+from metainfer.planner.weights import DTYPE_BYTES, Census, census
 from metainfer.platform.facts import CPU, Facts
 
 PHASES = (Phase.CHUNK, Phase.MIXED, Phase.DECODE)
-SINGLE = "single"
-NOT_BUILT = "layouts of several ranks are not built yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,23 +44,23 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The plan and what it was made from, for the executor, the scheduler and `doctor`."""
+    """The plan and what it was made from, for the executor, the scheduler and `doctor`.
+
+    `layouts`: every layout that was judged, the plan's among them. `device_bytes`: one card's
+    memory, where it is known.
+    """
 
     plan: Plan
     arch: Arch
     selection: Selection
     groups: tuple[GroupSpec, ...]
     sizes: CacheSizes
+    layouts: tuple[Candidate, ...] = ()
+    device_bytes: int | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What one bundle holds in memory."""
-
-    weights: list[LedgerRow]
-    groups: tuple[GroupSpec, ...]
-    cache: CacheBudget
-    transient: LedgerRow
+    def refusal(self) -> RefusedError | None:
+        """Why this plan cannot be started by this release; None when it can."""
+        return unbuilt(self.plan.layouts[0], self.layouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +125,11 @@ class _Resolver:
                 f"Use --context {most:,} or less.",
                 code="context_too_long",
             )
-        running = self.number(
-            "concurrency",
-            "limits.max_running",
-            self.seeds.running,
-            "seed for this kind of device",
-            Origin.SEED,
-        )
+        running = self.intent.concurrency
+        if running is None:
+            running = self.seeds.running
+        elif running < 1:
+            raise UsageError(f"concurrency is {running}; it must be at least 1.", code="bad_usage")
         step = self.number(
             "chunk_tokens",
             "limits.step_tokens",
@@ -180,6 +159,13 @@ class _Resolver:
             mixed_prefill_tokens=mixed,
             max_waiting=4096,
         )
+
+    def record_running(self, running: int) -> None:
+        """After memory has spoken: a seed gives way to it, a user's word does not."""
+        seed, why = self.seeds.running, "seed for this kind of device"
+        if self.intent.concurrency is None and running < seed:
+            why = f"seed {seed} lowered to {running}: the cache holds no more"
+        self.number("concurrency", "limits.max_running", running, why, Origin.SEED)
 
     def page_tokens(self) -> int:
         """Decided before kernels are, since they have conditions on it.
@@ -214,9 +200,9 @@ class _Resolver:
         return plan
 
     def requests(
-        self, dtype: str, limits: Limits, page_tokens: int, draft: DraftPlan
+        self, dtype: str, limits: Limits, page_tokens: int, draft: DraftPlan, counted: Census
     ) -> tuple[OpRequest, ...]:
-        schemes = self.schemes()
+        schemes = counted.schemes()
         decoding = 1 if self.intent.goal == "latency" else min(8, limits.max_running)
         typical = {  # phase -> (tokens, rows that need logits)
             Phase.CHUNK: (limits.step_tokens, 1),
@@ -233,12 +219,9 @@ class _Resolver:
             )
         )
 
-    def schemes(self) -> Mapping[str, tuple[str, ...]]:
-        found: dict[str, dict[str, None]] = {}
-        for spec in self.arch.packed_weights():
-            for name in spec.tensors:
-                found.setdefault(spec.site, {})[self.model.scheme_of(name)] = None
-        return {site: tuple(names) for site, names in found.items()}
+    def census(self) -> Census:
+        """The model's tensors, counted; after `draft`, which may bring some along."""
+        return census(self.arch, self.model.scheme_of)
 
     def record_selection(self, selection: Selection) -> None:
         losers = tuple(Loser(refused.name, refused.reasons) for refused in selection.refused)
@@ -266,48 +249,6 @@ class _Resolver:
                 tuple(Loser(loser.impl, loser.reasons) for loser in choice.rejected),
             )
 
-    def hold(
-        self,
-        dtype: str,
-        limits: Limits,
-        layouts: Mapping[str, Layout],
-        page_tokens: int,
-        draft: DraftPlan,
-    ) -> _Held:
-        """Weights, caches and transients in one bundle's layouts.
-
-        Raises:
-            RefusedError: they do not fit.
-        """
-        weights = weight_rows(self.arch, layouts, self.model.scheme_of, dtype)
-        tables = self.arch.table_bytes(limits.max_context)
-        weights.append(LedgerRow(item="rotary tables", kind="weights", bytes=tables))
-        names = {role: layout.id for role, layout in layouts.items()}
-        specs = self.arch.cache_specs(dtype, names)
-        groups = form_groups(specs, page_tokens=page_tokens)
-        drafts.check_rewind(draft, groups)
-        scored = min(limits.step_tokens, limits.max_running * (1 + draft.depth))
-        transient = LedgerRow(
-            item=f"activations of {limits.step_tokens} tokens",
-            kind="transient",
-            bytes=self.arch.activation_bytes(limits.step_tokens, scored, DTYPE_BYTES[dtype]),
-        )
-        budget = self.kv_bytes(total([*weights, transient]))
-        sized = size_cache(
-            groups,
-            budget,
-            context=limits.max_context,
-            running=limits.max_running,
-            step_tokens=limits.step_tokens,
-            caching=self.intent.prefix_cache,
-        )
-        return _Held(weights, groups, sized, transient)
-
-    def record_cache(self, cache: CacheBudget) -> None:
-        self.ledger.record(
-            "kv_tokens", cache.tokens, Origin.DERIVED, f"limited by {cache.limited_by}"
-        )
-
     def graph_buckets(
         self, selection: Selection, running: int, draft: DraftPlan
     ) -> tuple[int, ...]:
@@ -318,59 +259,67 @@ class _Resolver:
         )
         return chosen.buckets
 
-    def threads(self, source: Origin) -> int:
+    def record_threads(self, source: Origin) -> None:
         cores = self.facts.host.usable_cores
         if cores is None:
             why = "the number of usable cores is unknown"
-            return self.number("threads", "threads", 1, why, Origin.DEFAULT)
-        return self.number("threads", "threads", cores, "every usable core", source)
+            self.number("threads", "threads", 1, why, Origin.DEFAULT)
+        else:
+            self.number("threads", "threads", cores, "every usable core", source)
 
-    def record_layouts(self) -> None:
-        """One device, whatever the machine has: the others are listed with what they wait for."""
-        devices = len(self.facts.devices)
-        why = "one device: every phase runs on it"
-        if devices > 1:
-            why = f"1 of {devices} devices is used: {NOT_BUILT}"
-        reason = Reason("not-built", NOT_BUILT, {"devices": devices})
-        degrees = [n for n in range(2, devices + 1) if devices % n == 0]
-        names = [f"{kind}{n}" for n in degrees for kind in ("tp", "dp")]
-        losers = tuple(Loser(name, (reason,)) for name in names)
-        self.ledger.record("layouts", SINGLE, Origin.DERIVED, why, losers)
-        for key in ("phase_layout", "kv_domains"):
-            self.ledger.record(key, SINGLE, Origin.DERIVED, why)
+    def record_given(self, machine: str, source: Origin) -> None:
+        """What was asked for, and what the machine is. `source`: where its facts come from."""
+        intent, facts = self.intent, self.facts
+        probed = source is Origin.PROBE
+        self.ledger.record(
+            "prefix_cache", intent.prefix_cache, intent.origin("prefix_cache"), "reuse of prefixes"
+        )
+        self.ledger.record("model", self.model.reference, intent.origin("model"), "asked for")
+        given = intent.origin("platform") if probed else source
+        self.ledger.record("platform", facts.platform, given, "see doctor")
+        self.ledger.record("device", facts.device.name, source, "the platform's device")
+        what = "fingerprint of devices and software" if probed else "the machine file"
+        self.ledger.record("machine", machine, source, what)
+        self.record_threads(source)
 
-    def kv_bytes(self, held: int) -> int:
-        """Device bytes that the cache may take."""
-        memory = self.facts.device.memory_bytes
-        if self.facts.device.kind == CPU:
-            memory = self.facts.host.memory_bytes
-        if self.intent.kv_bytes is not None:
-            free = None if memory is None else memory - held
-            if free is not None and self.intent.kv_bytes > free:
-                raise RefusedError(
-                    f"--kv-memory asks for {self.intent.kv_bytes:,} B, "
-                    f"{max(free, 0):,} B are free beside weights and activations.",
-                    f"Ask for at most {max(free, 0):,} B.",
-                    code="does_not_fit",
+    def plan(self, cards: Cards, held: Held, selection: Selection, machine: str) -> Plan:
+        """Everything decided, frozen."""
+        layout, limits, draft = held.layout, cards.limits, cards.draft
+        buckets = self.graph_buckets(selection, held.cache.sizes.slots, draft)
+        threads = self.ledger["threads"].value
+        assert isinstance(threads, int)
+        return Plan(
+            model=ModelPlan(
+                reference=self.model.reference,
+                family=self.arch.family,
+                dtype=cards.dtype,
+                parameters=self.model.parameters,
+                vocab_size=self.arch.vocab_size,
+                layers=self.arch.layers,
+            ),
+            platform=self.facts.platform,
+            device=self.facts.device.name,
+            machine=machine,
+            threads=threads,
+            layouts=(layout,),
+            phase_layout={phase.value: layout.name for phase in phases(draft)},
+            kv_domains=layout.data,
+            kv_groups=tuple(_group_plan(group, held.cache.sizes) for group in held.groups),
+            kv_tokens=held.kv_tokens,
+            prefix_cache=self.intent.prefix_cache,
+            bundle=dict(selection.bundle.layouts),
+            ops={
+                f"{c.request.site}@{c.request.phase.value}": OpPlan(
+                    impl=c.impl.id, quality=c.quality.value, evidence=c.evidence.value
                 )
-            return self.intent.kv_bytes
-        if memory is None:
-            raise RefusedError(
-                "the device's memory size is unknown, so the cache cannot be sized.",
-                "Say it: --kv-memory 4GiB.",
-                code="unknown_memory",
-            )
-        on_cpu = self.facts.device.kind == CPU
-        usable = memory if on_cpu else int(memory * (1 - RESERVE_PART))
-        if held >= usable:
-            message = f"weights and activations need {held:,} B, {usable:,} B are usable"
-            raise RefusedError(
-                f"{message} on one {self.facts.device.name}.",
-                f"Use fewer layers or smaller weights; {NOT_BUILT}.",
-                reasons=(Reason("memory", message, {"need": held, "have": usable}),),
-                code=DOES_NOT_FIT,
-            )
-        return min(memory // 8, usable - held) if on_cpu else usable - held
+                for c in selection.bundle.choices
+            },
+            graph_buckets=buckets,
+            limits=limits,
+            draft=draft,
+            ledger=held.ledger(),
+            decisions=self.ledger.freeze(),
+        )
 
 
 def resolve(
@@ -397,63 +346,39 @@ def resolve(
     resolver = _Resolver(intent, model, facts)
     ledger, dtype, limits = resolver.ledger, resolver.dtype(), resolver.limits()
     page, draft = resolver.page_tokens(), resolver.draft(limits)
-    arch = resolver.arch
-    selection = select(registry, resolver.requests(dtype, limits, page, draft), facts, policy)
-
-    def hold(layouts: Mapping[str, str]) -> _Held:
-        packed = {role: registry.layout(layout) for role, layout in layouts.items()}
-        return resolver.hold(dtype, limits, packed, page, draft)
-
-    selection, held = first_that_fits(selection, hold)
-    resolver.record_selection(selection)
-    resolver.record_cache(held.cache)
-    layouts, weights, groups = selection.bundle.layouts, held.weights, held.groups
-    sized, transient = held.cache, held.transient
-    threads = resolver.threads(source)
-    ledger.record(
-        "prefix_cache", intent.prefix_cache, intent.origin("prefix_cache"), "reuse of prefixes"
-    )
-    ledger.record("model", model.reference, intent.origin("model"), "asked for")
-    given = intent.origin("platform") if source is Origin.PROBE else source
-    ledger.record("platform", facts.platform, given, "see doctor")
-    ledger.record("device", facts.device.name, source, "the platform's device")
-    what = "fingerprint of devices and software" if source is Origin.PROBE else "the machine file"
-    ledger.record("machine", machine, source, what)
-    resolver.record_layouts()
-    plan = Plan(
-        model=ModelPlan(
-            reference=model.reference,
-            family=arch.family,
-            dtype=dtype,
-            parameters=model.parameters,
-            vocab_size=arch.vocab_size,
-            layers=arch.layers,
-        ),
-        platform=facts.platform,
-        device=facts.device.name,
-        machine=machine,
-        threads=threads,
-        layouts=(LayoutPlan(name=SINGLE),),
-        phase_layout={phase.value: SINGLE for phase in phases(draft)},
-        kv_domains=1,
-        kv_groups=tuple(_group_plan(group, sized.sizes) for group in groups),
-        kv_tokens=sized.tokens,
-        prefix_cache=intent.prefix_cache,
-        bundle=dict(layouts),
-        ops={
-            f"{c.request.site}@{c.request.phase.value}": OpPlan(
-                impl=c.impl.id, quality=c.quality.value, evidence=c.evidence.value
-            )
-            for c in selection.bundle.choices
-        },
-        graph_buckets=resolver.graph_buckets(selection, limits.max_running, draft),
+    counted = resolver.census()
+    asked = resolver.requests(dtype, limits, page, draft, counted)
+    bundles = select(registry, asked, facts, policy)
+    cards = Cards(
+        intent=intent,
+        arch=resolver.arch,
+        counted=counted,
+        facts=facts,
+        dtype=dtype,
         limits=limits,
+        page_tokens=page,
         draft=draft,
-        ledger=(*weights, *kv_rows(sized.sizes, sized.tokens), transient),
-        decisions=ledger.freeze(),
     )
+    found = search(cards, bundles, registry.layout, ledger, intent.origin("parallel"))
+    held, selection = found.chosen.held, found.chosen.selection
+    assert held is not None and selection is not None
+    resolver.record_selection(selection)
+    cards.limits = replace(limits, max_running=min(held.running, limits.max_running))
+    resolver.record_running(cards.limits.max_running)
+    limited = f"limited by {held.cache.limited_by}"
+    ledger.record("kv_tokens", held.kv_tokens, Origin.DERIVED, limited)
+    resolver.record_given(machine, source)
+    plan = resolver.plan(cards, held, selection, machine)
     plan.check_origins()
-    return Resolved(plan=plan, arch=arch, selection=selection, groups=groups, sizes=sized.sizes)
+    return Resolved(
+        plan=plan,
+        arch=resolver.arch,
+        selection=selection,
+        groups=held.groups,
+        sizes=held.cache.sizes,
+        layouts=found.candidates,
+        device_bytes=facts.device.memory_bytes,
+    )
 
 
 def choose(
@@ -462,7 +387,8 @@ def choose(
     """The kernels alone, for a machine that cannot hold the rest. Raises as `resolve`."""
     resolver = _Resolver(intent, model, facts)
     dtype, limits, page = resolver.dtype(), resolver.limits(), resolver.page_tokens()
-    asked = resolver.requests(dtype, limits, page, resolver.draft(limits))
+    draft = resolver.draft(limits)
+    asked = resolver.requests(dtype, limits, page, draft, resolver.census())
     return select(registry, asked, facts, policy)
 
 

@@ -13,7 +13,7 @@ from command_line import cli, environ
 ENGINE = {
     "--context", "--max-model-len", "--concurrency", "--max-num-seqs", "--kv-memory",
     "--chunk-tokens", "--max-num-batched-tokens", "--page-tokens", "--block-size", "--threads",
-    "--goal", "--dtype", "--platform", "--op", "--layout", "--allow-fallback",
+    "--goal", "--dtype", "--platform", "--op", "--layout", "--parallel", "--allow-fallback",
     "--no-prefix-cache", "--no-enable-prefix-caching", "--draft",
 }  # fmt: skip
 SAMPLING = {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed"}

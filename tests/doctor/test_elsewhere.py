@@ -106,12 +106,13 @@ def test_other_devices_are_not_claimed_to_be_used(name: str, model: OpenedModel)
     first, *others = document["layouts"]
     assert first["name"] == "single" and first["feasible"]
     count = len(find_machine(name).facts.devices)
-    assert [row["name"] for row in others if row["name"].startswith("tp")] == [
-        f"tp{n}" for n in range(2, count + 1) if count % n == 0
-    ]
-    for row in others:
-        assert row["feasible"] is False and row["kv_tokens"] is None
-        assert row["reasons"][0]["message"] == "layouts of several ranks are not built yet"
+    assert {f"tp{count}", f"{count}x"} <= {row["name"] for row in others} or count == 1
+    assert first["built"] and not any(row["built"] for row in others)
+    losers = next(row["losers"] for row in document["decisions"] if row["key"] == "layouts")
+    for row, lost in zip(others, losers, strict=True):
+        assert row["feasible"] is (not row["reasons"]) is (row["kv_tokens"] is not None)
+        said = [reason["message"] for reason in lost["reasons"]]
+        assert not row["feasible"] or said[-1] == "layouts of several ranks are not built yet"
     why = next(row["why"] for row in document["decisions"] if row["key"] == "layouts")
     assert (f"1 of {count} devices" in why) == (count > 1)
     assert ("machine.devices" in ids(report.doctor(None, name))) == (count > 1)
@@ -150,19 +151,25 @@ def test_b20_qwen3_8b_on_24_gb_fits_with_the_context_that_the_refusal_names(
     model: OpenedModel,
 ) -> None:
     with pytest.raises(RefusedError) as caught:
-        plan("8x-4090", model)
+        plan("8x-4090", model, parallel="single")
     assert caught.value.code == "does_not_fit" and "40,960 tokens" in caught.value.cause
-    advised = int(caught.value.remedy.split("--context to ")[1].split(", or")[0].replace(",", ""))
+    advised = int(caught.value.remedy.split("--context to ")[1].rstrip(".").replace(",", ""))
     assert 30_000 < advised < 40_960
+    planned = elsewhere.describe("8x-4090").resolve(model, Intent(model=MODEL))
+    assert planned.plan.layouts[0].ranks == 8  # over the cards it would fit, which is planned only
+    unbuilt = planned.refusal()
+    assert unbuilt is not None and f"--context to {advised:,}" in unbuilt.remedy
     document = plan("8x-4090", model, context=advised)
+    assert document["layouts"][0]["name"] == "single"
     assert document["capacity"]["max_context"] == advised
-    assert sum(row["bytes"] for row in document["ledger"]) <= 24e9
+    assert sum(row["bytes"] for row in document["ledger"]) == 24e9
 
 
 def test_b20_the_doctor_says_so_and_still_shows_the_kernels() -> None:
     document = examine("8x-4090")
     blockers = [f for f in document["findings"] if f["severity"] == "blocker"]
-    assert [f["id"] for f in blockers] == ["ops.memory"] and "B needed" in blockers[0]["what"]
+    assert [f["id"] for f in blockers] == ["ops.memory", "ops.not-built"]
+    assert "B needed" in blockers[0]["what"]
     assert document["ops"] and report.exit_status(document) == 1
     assert report.exit_status(examine("8x-4090", context=32_768)) == 0
 

@@ -7,8 +7,9 @@ from test_deepseek_v4_arch import released
 
 from metainfer.core.plan import LayoutPlan
 from metainfer.formats.blocks import FP8_128, MXFP4
+from metainfer.models.arch import Cut
 from metainfer.models.deepseek_v4.config import read_arch
-from metainfer.models.deepseek_v4.placement import Cut, cut, objections, rank_elements
+from metainfer.models.deepseek_v4.placement import cut, objections, rank_elements
 
 ARCH = read_arch(released())
 STORED = {

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
+from metainfer.core.verdict import Verdict
 from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.spec import CacheSpec
-from metainfer.models.arch import WeightSpec
-from metainfer.models.deepseek_v4 import caches, requests, weights
+from metainfer.models.arch import Cut, WeightSpec
+from metainfer.models.deepseek_v4 import caches, cost, placement, requests, weights
 
 FAMILY = "deepseek_v4"
 
@@ -132,6 +134,24 @@ class DeepSeekV4Arch:
         page_tokens: int,
     ) -> tuple[OpRequest, ...]:
         return requests.op_requests(self, phase, rows, logit_rows, dtype, schemes, page_tokens)
+
+    @property
+    def routed_experts(self) -> int:
+        return self.experts
+
+    def cut(self, spec: WeightSpec, layout: LayoutPlan) -> tuple[Cut, int]:
+        return placement.cut(spec, layout)
+
+    def layout_objections(
+        self, layout: LayoutPlan, blocks: Mapping[str, tuple[int, int]]
+    ) -> Verdict:
+        return placement.objections(self, layout, blocks)
+
+    def on_rank(self, layout: LayoutPlan) -> DeepSeekV4Arch:
+        return placement.on_rank(self, layout)
+
+    def costs(self) -> cost.Costs:
+        return cost.Costs(self)
 
     def table_bytes(self, positions: int) -> int:
         """Two float32 tables of cosines and sines: plain, and of the layers that compress."""

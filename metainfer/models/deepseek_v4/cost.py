@@ -6,9 +6,11 @@ parameters with one token is 2 n FLOPs, a key is 4 H d of them (scores and value
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from metainfer.kv.book.spec import CacheSpec, GroupKind
 from metainfer.models.deepseek_v4 import weights
 
 if TYPE_CHECKING:
@@ -72,20 +74,23 @@ def decode_flops(arch: DeepSeekV4Arch, context: int) -> dict[str, float]:
 
 def prefill_flops(arch: DeepSeekV4Arch, tokens: int) -> float:
     """FLOPs of a prompt of `tokens` tokens; causal sums, logits of the last row alone."""
+    head = parameters(arch).head
+    return 2.0 * (active(arch) - head) * tokens + 2.0 * head + sum(prefill_attention(arch, tokens))
+
+
+def prefill_attention(arch: DeepSeekV4Arch, tokens: int) -> tuple[float, float]:
+    """FLOPs of attention in a prompt of `tokens` tokens: by query heads, and the indexer's."""
     csa, hca = arch.kinds.count("csa"), arch.kinds.count("hca")
     key, n = 4.0 * arch.heads * arch.head_dim, float(tokens)
-    head = parameters(arch).head
     near = _capped_sum(tokens, arch.window)
     # Sum over positions of min(top_k, t // ratio): the ramp, then the plateau.
     chosen = arch.csa * _capped_sum(tokens // arch.csa, arch.index_topk)
-    scored = n * n / (2 * arch.csa)
-    return (
-        2.0 * (active(arch) - head) * n
-        + 2.0 * head
-        + csa * (key * (near + chosen) + 2.0 * arch.index_heads * arch.index_dim * scored)
+    heads = (
+        csa * key * (near + chosen)
         + hca * key * (near + n * n / (2 * arch.hca))
         + arch.kinds.count("window") * key * near
     )
+    return heads, csa * 2.0 * arch.index_heads * arch.index_dim * n * n / (2 * arch.csa)
 
 
 def _capped_sum(count: int, cap: int) -> float:
@@ -103,3 +108,47 @@ def distinct_experts(arch: DeepSeekV4Arch, batch: int) -> float:
 def routed_bytes(arch: DeepSeekV4Arch, batch: int, expert_bytes: float) -> float:
     """Bytes of routed experts that one decode step of `batch` tokens reads over all layers."""
     return arch.layers * distinct_experts(arch, batch) * expert_bytes
+
+
+def cache_reads(arch: DeepSeekV4Arch, specs: Sequence[CacheSpec], context: int) -> float:
+    """Bytes of caches that one token with `context` tokens reads: windows, the chosen entries or
+    all of them, every index key."""
+    chosen = {layer for layer, kind in enumerate(arch.kinds) if kind == "csa"}
+    total = 0.0
+    for spec in specs:
+        if spec.kind is GroupKind.WINDOW:
+            total += min(context, spec.window) * spec.form.bytes
+        elif spec.kind is GroupKind.PAGED:
+            entries = context // spec.tokens_per_entry
+            if spec.name == "entries" and spec.layer in chosen:
+                entries = min(entries, arch.index_topk)
+            total += entries * spec.form.bytes
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """`models.arch.Costs` of this family."""
+
+    arch: DeepSeekV4Arch
+
+    @property
+    def hidden(self) -> int:
+        return self.arch.hidden
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.arch.experts_per_token
+
+    def distinct_experts(self, tokens: int) -> float:
+        return distinct_experts(self.arch, tokens)
+
+    def decode_attention_flops(self, context: int) -> tuple[float, float]:
+        each = decode_flops(self.arch, context)
+        return each["csa"] + each["hca"] + each["window"], each["index"]
+
+    def prefill_attention_flops(self, tokens: int) -> tuple[float, float]:
+        return prefill_attention(self.arch, tokens)
+
+    def cache_reads(self, specs: Sequence[CacheSpec], context: int) -> float:
+        return cache_reads(self.arch, specs, context)

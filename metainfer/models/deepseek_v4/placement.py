@@ -9,25 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from enum import StrEnum
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Verdict, all_of, require
-from metainfer.models.arch import WeightSpec
+from metainfer.models.arch import Cut, WeightSpec
 
 if TYPE_CHECKING:
     from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
-
-
-class Cut(StrEnum):
-    """How ranks share a matrix. `ROWS`: every tensor of it along N (gate and up each).
-    `COLUMNS`: along K. `EXPERTS`: whole experts. `WHOLE`: every rank holds all of it."""
-
-    WHOLE = "whole"
-    ROWS = "rows"
-    COLUMNS = "columns"
-    EXPERTS = "experts"
 
 
 _TENSOR: Mapping[str, Cut] = {
@@ -90,6 +80,21 @@ def objections(
             )
         )
     return all_of(checks)
+
+
+def on_rank(arch: DeepSeekV4Arch, layout: LayoutPlan) -> DeepSeekV4Arch:
+    """What caches and activations of one rank follow from: its heads, its part of an expert.
+
+    Experts that ranks share get the tokens of all of them: as many rows in all as a part of every
+    expert would give.
+    """
+    tensor = layout.tensor
+    return replace(
+        arch,
+        heads=-(-arch.heads // tensor),
+        o_groups=-(-arch.o_groups // tensor),
+        ffn=-(-arch.ffn // tensor),
+    )
 
 
 def rank_elements(arch: DeepSeekV4Arch, layout: LayoutPlan) -> dict[str, int]:

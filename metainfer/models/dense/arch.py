@@ -12,13 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from metainfer.core.errors import ModelError
+from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
+from metainfer.core.verdict import Verdict
 from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.form import plain
 from metainfer.kv.book.spec import CacheSpec, GroupKind
-from metainfer.models.arch import WeightSpec
+from metainfer.models.arch import Cut, WeightSpec
 from metainfer.models.common.config import ConfigReader, token_ids
 from metainfer.models.common.rope import read_rope
+from metainfer.models.dense import placement
 from metainfer.ops.rope.spec import RopeSpec
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -204,6 +207,24 @@ class DenseArch:
             "partial": self.rope.rotated < self.head_dim,
         }
         return [name for name, needed in needs.items() if needed]
+
+    @property
+    def routed_experts(self) -> int:
+        return 0
+
+    def cut(self, spec: WeightSpec, layout: LayoutPlan) -> tuple[Cut, int]:
+        return placement.cut(spec, layout)
+
+    def layout_objections(
+        self, layout: LayoutPlan, blocks: Mapping[str, tuple[int, int]]
+    ) -> Verdict:
+        return placement.objections(self, layout, blocks)
+
+    def on_rank(self, layout: LayoutPlan) -> DenseArch:
+        return placement.on_rank(self, layout)
+
+    def costs(self) -> None:
+        """No cost model yet: nothing is predicted."""
 
     def table_bytes(self, positions: int) -> int:
         """The float32 table of cosines and sines."""

@@ -1,0 +1,95 @@
+"""Which part of each weight of a dense model a rank holds, and every reason against a layout.
+
+Query and KV heads are cut together, so that a rank's heads find their keys on the rank; gate and
+up are cut alike. Uneven cuts and copied KV heads are refused. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from metainfer.core.plan import LayoutPlan
+from metainfer.core.verdict import Verdict, all_of, require
+from metainfer.models.arch import Cut, WeightSpec
+
+if TYPE_CHECKING:
+    from metainfer.models.dense.arch import DenseArch
+
+_TENSOR: Mapping[str, Cut] = {
+    "embed": Cut.ROWS,
+    "linear.lm_head": Cut.ROWS,
+    "linear.qkv": Cut.ROWS,
+    "linear.o": Cut.COLUMNS,
+    "linear.gate_up": Cut.ROWS,
+    "linear.down": Cut.COLUMNS,
+}
+
+
+def cut(spec: WeightSpec, layout: LayoutPlan) -> tuple[Cut, int]:
+    """How a weight is cut and into how many parts."""
+    found = _TENSOR.get(spec.site, Cut.WHOLE)
+    if found is Cut.WHOLE or layout.tensor == 1:
+        return Cut.WHOLE, 1
+    return found, layout.tensor
+
+
+def objections(
+    arch: DenseArch, layout: LayoutPlan, blocks: Mapping[str, tuple[int, int]]
+) -> Verdict:
+    """Everything that forbids `layout`, in one pass.
+
+    `blocks`: site -> rows and columns that share a scale (1, 1 where nothing does).
+    """
+    tensor = layout.tensor
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    checks = [
+        _divides(arch.heads, tensor, "query heads"),
+        _divides(arch.kv_heads, tensor, "KV heads"),
+        _divides(arch.ffn, tensor, "FFN channels"),
+        _divides(arch.vocab_size, tensor, "vocabulary rows"),
+        require(
+            layout.expert == 1,
+            "experts",
+            f"{layout.expert} expert ranks asked, a dense model has no experts",
+        ),
+    ]
+    for site, extent, axis in (
+        ("linear.qkv", queries, 0),
+        ("linear.qkv", keys, 0),
+        ("linear.o", queries, 1),
+        ("linear.gate_up", arch.ffn, 0),
+        ("linear.down", arch.ffn, 1),
+    ):
+        block = blocks.get(site, (1, 1))[axis]
+        whole = extent % tensor == 0 and extent // tensor % block == 0
+        checks.append(
+            require(
+                tensor == 1 or whole,
+                "shard-block",
+                f"{site}: {extent} over {tensor} ranks is {extent / tensor:g}, "
+                f"not a multiple of the block of {block}",
+                site=site,
+                extent=extent,
+                ranks=tensor,
+                block=block,
+            )
+        )
+    return all_of(checks)
+
+
+def on_rank(arch: DenseArch, layout: LayoutPlan) -> DenseArch:
+    """What caches and activations of one rank follow from: its heads and its channels."""
+    tensor = layout.tensor
+    return replace(
+        arch,
+        heads=-(-arch.heads // tensor),
+        kv_heads=-(-arch.kv_heads // tensor),
+        ffn=-(-arch.ffn // tensor),
+    )
+
+
+def _divides(extent: int, parts: int, what: str) -> Verdict:
+    message = f"{extent} {what} do not divide by {parts}"
+    return require(extent % parts == 0, "divides", message, extent=extent, ranks=parts)

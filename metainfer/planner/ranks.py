@@ -1,0 +1,224 @@
+"""What one card holds under a layout: weights, caches, transients, slabs, reserve; all of it.
+
+The rows of an accelerator add up to its memory: what nothing needs is a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from metainfer.core.errors import RefusedError
+from metainfer.core.intent import Intent
+from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, Limits
+from metainfer.core.verdict import Reason
+from metainfer.kernels.impl import Layout
+from metainfer.kv.book.spec import CacheSpec, GroupSpec, form_groups
+from metainfer.models.arch import Arch
+from metainfer.planner import drafts
+from metainfer.planner.limits import (
+    DOES_NOT_FIT,
+    CacheAsk,
+    fit_cache,
+    fit_fewer,
+    longest_context,
+    most_sequences,
+)
+from metainfer.planner.memory import DTYPE_BYTES, RESERVE_PART, CacheBudget, kv_rows, total
+from metainfer.planner.weights import Census, weight_rows
+from metainfer.platform.facts import CPU, Facts
+
+UNKNOWN_MEMORY = "unknown_memory"
+
+SLAB_BYTES = 64 << 20
+"""Slabs and flags through which one rank talks to the others (seed)."""
+
+MOST_SEQUENCES = 4096
+"""Where capacity pairs stop counting sequences of one domain."""
+
+CONTEXTS = (8_192, 32_768, 131_072, 524_288)
+"""Contexts at which capacity is stated, beside the longest that fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One card's memory under one layout and packing. `cache` is that of its KV domain; `beside`:
+    rows that are neither weights nor cache. `budget_bytes`: what the cache could take."""
+
+    layout: LayoutPlan
+    weights: tuple[LedgerRow, ...]
+    specs: tuple[CacheSpec, ...]
+    groups: tuple[GroupSpec, ...]
+    cache: CacheBudget
+    beside: tuple[LedgerRow, ...]
+    budget_bytes: int
+
+    @property
+    def running(self) -> int:
+        """Sequences over all domains that have a slot."""
+        return self.cache.sizes.slots * self.layout.data
+
+    @property
+    def kv_tokens(self) -> int:
+        """Cached tokens over all domains."""
+        return self.cache.tokens * self.layout.data
+
+    def ledger(self) -> tuple[LedgerRow, ...]:
+        return (*self.weights, *kv_rows(self.cache.sizes, self.cache.tokens), *self.beside)
+
+    def longest(self, step_tokens: int, limit: int) -> int:
+        """Tokens of the longest sequence that fits, alone in its domain."""
+        return longest_context(self.groups, self.budget_bytes, step_tokens, limit)
+
+    def pairs(self, step_tokens: int, limit: int) -> tuple[tuple[int, int], ...]:
+        """(context, sequences of that length at once over all domains), up to the longest."""
+        longest = self.longest(step_tokens, limit)
+        contexts = [n for n in CONTEXTS if n < longest] + ([longest] if longest else [])
+        return tuple(
+            (
+                context,
+                self.layout.data
+                * most_sequences(
+                    self.groups, self.budget_bytes, context, step_tokens, MOST_SEQUENCES
+                ),
+            )
+            for context in contexts
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Cards:
+    """The machine's cards with the model and the limits that each layout is asked for."""
+
+    intent: Intent
+    arch: Arch
+    counted: Census
+    facts: Facts
+    dtype: str
+    limits: Limits
+    page_tokens: int
+    draft: DraftPlan
+    _caches: dict[tuple[object, ...], tuple[tuple[CacheSpec, ...], tuple[GroupSpec, ...]]] = field(
+        default_factory=dict
+    )
+
+    def hold(
+        self, layout: LayoutPlan, packings: Mapping[str, Layout], *, fewer: bool = False
+    ) -> Held:
+        """Everything in one bundle's packings. `fewer`: concurrency may be lowered to fit.
+
+        Raises:
+            RefusedError: it does not fit, or states cannot take back the drafts.
+        """
+        weights = weight_rows(self.counted, packings, self.dtype, layout)
+        rank = self.arch if layout.tensor == 1 else self.arch.on_rank(layout)
+        tables = rank.table_bytes(self.limits.max_context)
+        weights.append(LedgerRow(item="rotary tables", kind="weights", bytes=tables))
+        specs, groups = self._groups(layout, rank, packings)
+        drafts.check_rewind(self.draft, groups)
+        beside = [self._activations(layout, rank), *self._slabs(layout)]
+        held = total([*weights, *(row for row in beside if row.memory == "device")])
+        budget, most = self._budget(layout, held)
+        ask = CacheAsk(
+            groups=groups,
+            budget_bytes=budget,
+            context=self.limits.max_context,
+            running=self.running(layout),
+            step_tokens=self.limits.step_tokens,
+            caching=self.intent.prefix_cache,
+            domains=layout.data,
+            most_bytes=most if most is not None and most > budget else None,
+        )
+        cache = fit_fewer(ask) if fewer else fit_cache(ask)
+        beside += self._rest(held + cache.sizes.bytes())
+        return Held(layout, tuple(weights), specs, groups, cache, tuple(beside), budget)
+
+    def running(self, layout: LayoutPlan) -> int:
+        """Sequences that one domain runs at once."""
+        return -(-self.limits.max_running // layout.data)
+
+    def _groups(
+        self, layout: LayoutPlan, rank: Arch, packings: Mapping[str, Layout]
+    ) -> tuple[tuple[CacheSpec, ...], tuple[GroupSpec, ...]]:
+        names = {role: packing.id for role, packing in packings.items()}
+        held = [names.get(role) for role in ("kv", "index")]
+        key = (layout.tensor, *held)
+        if key not in self._caches:
+            specs = rank.cache_specs(self.dtype, names)
+            self._caches[key] = (specs, form_groups(specs, page_tokens=self.page_tokens))
+        return self._caches[key]
+
+    def _activations(self, layout: LayoutPlan, rank: Arch) -> LedgerRow:
+        tokens = self.limits.step_tokens
+        scored = min(tokens, self.running(layout) * (1 + self.draft.depth))
+        held = rank.activation_bytes(tokens, scored, DTYPE_BYTES[self.dtype])
+        return LedgerRow(item=f"activations of {tokens} tokens", kind="transient", bytes=held)
+
+    def _slabs(self, layout: LayoutPlan) -> list[LedgerRow]:
+        """Peers that may write into each other meet on the cards, others in pinned memory."""
+        if max(layout.tensor, layout.expert) == 1:
+            return []
+        pairs = [link for link in self.facts.links if link.source >= 0]
+        peers = bool(pairs) and all(link.peer_write for link in pairs)
+        memory = "device" if peers else "pinned"
+        item = "communication slabs (seed)"
+        return [LedgerRow(item=item, kind="communication", bytes=SLAB_BYTES, memory=memory)]
+
+    def _rest(self, held: int) -> list[LedgerRow]:
+        """Reserve and what is left over, on a card whose memory is known."""
+        memory = self.facts.device.memory_bytes
+        if self.facts.device.kind == CPU or memory is None:
+            return []
+        left = memory - held
+        reserve = min(memory - _usable(memory), left)  # an asked cache may reach into it
+        return [
+            LedgerRow(item="allocator and context (seed)", kind="reserve", bytes=reserve),
+            LedgerRow(item="left over", kind="free", bytes=left - reserve),
+        ]
+
+    def _budget(self, layout: LayoutPlan, held: int) -> tuple[int, int | None]:
+        """Device bytes that the cache takes, and the most it could be asked for."""
+        device = self.facts.device
+        on_cpu = device.kind == CPU
+        memory = self.facts.host.memory_bytes if on_cpu else device.memory_bytes
+        usable = memory if on_cpu or memory is None else _usable(memory)
+        free = None if usable is None else usable - held
+        if self.intent.kv_bytes is not None:
+            most = None if memory is None else memory - held
+            if most is not None and self.intent.kv_bytes > most:
+                raise _asked_too_much(self.intent.kv_bytes, max(most, 0))
+            return self.intent.kv_bytes, 1 << 50 if most is None else most
+        if memory is None or usable is None or free is None:
+            raise RefusedError(
+                "the device's memory size is unknown, so the cache cannot be sized.",
+                "Say it: --kv-memory 4GiB.",
+                reasons=(Reason("memory", "the device's memory size is unknown"),),
+                code=UNKNOWN_MEMORY,
+            )
+        if free <= 0:
+            raise self._too_large(layout, held, usable)
+        return (min(memory // 8, free), free) if on_cpu else (free, free)
+
+    def _too_large(self, layout: LayoutPlan, held: int, usable: int) -> RefusedError:
+        message = f"weights and activations need {held:,} B, {usable:,} B are usable"
+        name = self.facts.device.name
+        where = f"one {name}" if layout.ranks == 1 else f"each of {layout.ranks} {name}"
+        return RefusedError(
+            f"{message} on {where}.",
+            "Use fewer layers or smaller weights, or more or larger cards.",
+            reasons=(Reason("memory", message, {"need": held, "have": usable}),),
+            code=DOES_NOT_FIT,
+        )
+
+
+def _usable(memory: int) -> int:
+    return int(memory * (1 - RESERVE_PART))
+
+
+def _asked_too_much(asked: int, free: int) -> RefusedError:
+    return RefusedError(
+        f"--kv-memory asks for {asked:,} B, {free:,} B are free beside weights and activations.",
+        f"Ask for at most {free:,} B.",
+        reasons=(Reason("memory", f"{asked:,} B asked, {free:,} B free"),),
+        code=DOES_NOT_FIT,
+    )

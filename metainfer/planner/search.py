@@ -1,0 +1,358 @@
+"""Which layout: every one judged, the best for the goal named, and why the others lost.
+
+The executor runs one device. While one card holds the model it is what serves, whatever a layout
+over several would give; that layout is named beside it. Where one card does not, the best layout
+for the goal is planned, and starting it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.ledger import DecisionLedger, Loser, Origin
+from metainfer.core.plan import LayoutPlan
+from metainfer.core.verdict import Reason
+from metainfer.kernels.impl import Layout
+from metainfer.kernels.select import Selection
+from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
+from metainfer.planner.layouts import NOT_BUILT, enumerate_layouts
+from metainfer.planner.limits import CacheTooSmall, longest_context
+from metainfer.planner.predict import Prediction, predict
+from metainfer.planner.ranks import UNKNOWN_MEMORY, Cards, Held
+
+_ROOM = (DOES_NOT_FIT, UNKNOWN_MEMORY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A layout with what it holds, or with every reason why it cannot be.
+
+    `cannot`: what forbids it whatever the memory; `error`: what memory lacks. `longest`: tokens of
+    the longest sequence that one domain can hold; where the declared context
+    does not fit, of what would. `pairs`: (context, sequences at once).
+    """
+
+    layout: LayoutPlan
+    cannot: tuple[Reason, ...] = ()
+    selection: Selection | None = None
+    held: Held | None = None
+    error: RefusedError | None = None
+    prediction: Prediction | None = None
+    longest: int | None = None
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Everything against it, in one list."""
+        return (*self.cannot, *(self.error.reasons if self.error is not None else ()))
+
+    @property
+    def feasible(self) -> bool:
+        return self.held is not None
+
+    @property
+    def built(self) -> bool:
+        """Whether this release can run it, and not only plan it."""
+        return self.layout.ranks == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The layout that the plan takes, the one the goal would take, and all of them in order."""
+
+    chosen: Candidate
+    best: Candidate
+    candidates: tuple[Candidate, ...]
+
+
+def search(
+    cards: Cards,
+    selection: Selection,
+    packing_of: Callable[[str], Layout],
+    ledger: DecisionLedger,
+    origin: Origin,
+) -> Found:
+    """Judge every layout of the machine and write the decision down.
+
+    Args:
+        selection: feasible bundles, fastest first.
+        packing_of: layout id -> packing.
+        origin: who asked for a layout, where one was asked for.
+
+    Raises:
+        RefusedError: no layout can be, or not the one that was asked for; every reason.
+        UsageError: it does not exist on this machine.
+    """
+    devices = len(cards.facts.devices)
+    layouts = enumerate_layouts(devices, cards.arch.routed_experts)
+    asked = cards.intent.parallel
+    if asked is not None and asked not in [layout.name for layout in layouts]:
+        raise UsageError(
+            f"layout {asked!r} does not exist for this model on {devices} devices.",
+            f"There is: {', '.join(layout.name for layout in layouts)}.",
+            code="unknown_parallel",
+        )
+    found = tuple(_judge(cards, layout, selection, packing_of) for layout in layouts)
+    feasible = [each for each in found if each.feasible]
+    if asked is not None:
+        chosen = next(each for each in found if each.layout.name == asked)
+        if not chosen.feasible:
+            raise _refusal([chosen], cards)
+    elif not feasible:
+        raise _refusal(found, cards)
+    else:
+        single = found[0]
+        chosen = single if single.feasible else _best(feasible, cards.intent.goal)
+    best = _best(feasible, cards.intent.goal)
+    _record(ledger, Found(chosen, best, found), cards, origin)
+    return Found(chosen, best, found)
+
+
+def unbuilt(layout: LayoutPlan, candidates: Sequence[Candidate]) -> RefusedError | None:
+    """What `serve` and `generate` refuse before anything is loaded: a plan of several ranks.
+
+    Says what keeps the model from one card, and how it would fit there.
+    """
+    if layout.ranks == 1:
+        return None
+    alone = candidates[0]
+    remedy = "Look at it with plan; serve a model that one device holds."
+    if isinstance(alone.error, CacheTooSmall) and not alone.cannot:
+        remedy = alone.error.advised().remedy
+    return RefusedError(
+        f"the plan takes layout {layout.name} on {layout.ranks} devices; {NOT_BUILT}.",
+        remedy,
+        reasons=(*alone.reasons, Reason("not-built", NOT_BUILT, {"devices": layout.ranks})),
+        code="not_built",
+    )
+
+
+def _judge(
+    cards: Cards,
+    layout: LayoutPlan,
+    selection: Selection,
+    packing_of: Callable[[str], Layout],
+) -> Candidate:
+    """All blockers of a layout in one pass: what cannot be cut, and what memory lacks."""
+    cannot = cards.arch.layout_objections(layout, cards.counted.blocks()).reasons
+
+    def attempt(names: Mapping[str, str], fewer: bool = False) -> Held:
+        packings = {role: packing_of(name) for role, name in names.items()}
+        return cards.hold(layout, packings, fewer=fewer)
+
+    try:
+        try:
+            chosen, held = first_that_fits(selection, attempt)
+        except CacheTooSmall:
+            # A concurrency that nobody asked for is a seed: it gives way before a refusal.
+            if cards.intent.concurrency is not None:
+                raise
+            chosen, held = first_that_fits(selection, lambda names: attempt(names, True))
+    except RefusedError as error:
+        if error.code not in _ROOM:
+            raise
+        return Candidate(layout=layout, cannot=cannot, error=error, longest=_reach(error))
+    if cannot:
+        return Candidate(layout=layout, cannot=cannot)
+    step, limit = cards.limits.step_tokens, cards.arch.max_context
+    return Candidate(
+        layout=layout,
+        selection=chosen,
+        held=held,
+        prediction=predict(
+            cards.counted,
+            held,
+            cards.facts,
+            cards.dtype,
+            running=min(held.running, cards.limits.max_running),
+            step_tokens=step,
+        ),
+        longest=held.longest(step, limit),
+        pairs=held.pairs(step, limit),
+    )
+
+
+def _reach(error: RefusedError) -> int | None:
+    """Tokens that would fit beside the weights, where only the cache is too small."""
+    if not isinstance(error, CacheTooSmall):
+        return None
+    ask = error.ask
+    return longest_context(ask.groups, ask.budget_bytes, ask.step_tokens, ask.context)
+
+
+def _refusal(found: Sequence[Candidate], cards: Cards) -> RefusedError:
+    """Every layout's reasons; the cause and the remedy of the one that lacks the least."""
+    tried = [each for each in found if each.error is not None and not each.cannot]
+    if not tried:
+        (only, *_) = found
+        return RefusedError(
+            f"layout {only.layout.name} cannot be.",
+            "Choose another one.",
+            reasons=only.reasons,
+            code="layout_refused",
+        )
+    nearest = min(tried, key=_lacking)
+    error = nearest.error
+    assert error is not None
+    if isinstance(error, CacheTooSmall):
+        error = error.advised()
+    if len(found) == 1 or error.code == UNKNOWN_MEMORY:
+        return error
+    name = nearest.layout.name
+    reasons = tuple(
+        Reason(
+            reason.code,
+            f"{each.layout.name}: {reason.message}",
+            {"layout": each.layout.name, **reason.data},
+        )
+        for each in found
+        for reason in each.reasons
+    )
+    devices = len(cards.facts.devices)
+    return RefusedError(
+        f"no layout on {devices} {cards.facts.device.name} holds it; {name} lacks the least: "
+        f"{error.cause}",
+        error.remedy,
+        reasons=reasons,
+        code=error.code,
+    )
+
+
+def _lacking(candidate: Candidate) -> tuple[bool, int]:
+    """Weights that do not fit lack more than a cache that does not; then bytes."""
+    short = 0
+    for reason in candidate.reasons:
+        need, have = reason.data.get("need"), reason.data.get("have")
+        if isinstance(need, int) and isinstance(have, int):
+            short += need - have
+    return not isinstance(candidate.error, CacheTooSmall), short
+
+
+# -- goals -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """What a goal compares: larger is better. `unit` for people."""
+
+    value: Callable[[Candidate], float | None]
+    unit: str
+
+
+def _predicted(name: str, sign: int = 1) -> Callable[[Candidate], float | None]:
+    def value(candidate: Candidate) -> float | None:
+        found = getattr(candidate.prediction, name, None)
+        return None if found is None else sign * float(found)
+
+    return value
+
+
+_CACHE = _Scale(lambda c: float(c.held.kv_tokens) if c.held else None, "cached tokens")
+_SCALES = {
+    "throughput": (_Scale(_predicted("decode_tok_s"), "decoded tok/s"), _CACHE),
+    "latency": (_Scale(_predicted("one_tok_s"), "tok/s of one sequence"), _CACHE),
+    "ttft": (
+        _Scale(_predicted("first_token_s", -1), "s to the first token"),
+        _Scale(_predicted("one_tok_s"), "tok/s of one sequence (no matrix rate is known)"),
+        _CACHE,
+    ),
+    "context": (
+        _Scale(lambda c: None if c.longest is None else float(c.longest), "tokens of a sequence"),
+        _CACHE,
+    ),
+}
+
+
+def _scales(goal: str, feasible: Sequence[Candidate]) -> tuple[_Scale, ...]:
+    """What is known of all: a layout must not win because something is unknown of another."""
+    return tuple(
+        scale for scale in _SCALES[goal] if all(scale.value(c) is not None for c in feasible)
+    )
+
+
+def _best(feasible: Sequence[Candidate], goal: str) -> Candidate:
+    """First by the goal; ties by what the goal asks next, then by fewer cards."""
+    scales = _scales(goal, feasible)
+
+    def key(candidate: Candidate) -> tuple[float, ...]:
+        return tuple(scale.value(candidate) or 0.0 for scale in scales)
+
+    return max(feasible, key=key)
+
+
+def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) -> None:
+    chosen, best, goal = found.chosen, found.best, cards.intent.goal
+    devices, name = len(cards.facts.devices), found.chosen.layout.name
+    feasible = [each for each in found.candidates if each.feasible]
+    why = "one device: every phase runs on it"
+    decided = Origin.DERIVED
+    if cards.intent.parallel is not None:
+        why, decided = "asked for", origin
+    elif devices > 1 and chosen.built:
+        why = f"1 of {devices} devices is used: {NOT_BUILT}"
+    elif not chosen.built:
+        why, decided = f"{_goal_why(goal, best, feasible)}; planned only: {NOT_BUILT}", _by(best)
+    losers = tuple(
+        Loser(each.layout.name, _lost(each, chosen, goal, feasible))
+        for each in found.candidates
+        if each is not chosen
+    )
+    ledger.record("layouts", name, decided, why, losers)
+    ledger.record("phase_layout", name, Origin.DERIVED, "the same for every phase")
+    domains = chosen.layout.data
+    ledger.record("kv_domains", domains, Origin.DERIVED, f"attention domains of {name}")
+    if devices > 1:
+        others = tuple(
+            Loser(each.layout.name, _lost(each, best, goal, feasible))
+            for each in feasible
+            if each is not best
+        )
+        said = _goal_why(goal, best, feasible)
+        ledger.record("goal_layout", best.layout.name, _by(best), said, others)
+        ledger.record(
+            "shares",
+            "whole shapes",
+            Origin.DEFAULT,
+            "kernels are chosen for the model's own shapes; those of a rank's share are not looked "
+            "at yet",
+        )
+
+
+def _by(best: Candidate) -> Origin:
+    return Origin.COST_MODEL if best.prediction is not None else Origin.DERIVED
+
+
+def _goal_why(goal: str, best: Candidate, feasible: Sequence[Candidate]) -> str:
+    scale = _scales(goal, feasible)[0]
+    value = scale.value(best)
+    assert value is not None
+    shown = f"{goal}: {abs(value):,.4g} {scale.unit}"
+    return shown if scale is _CACHE else f"{shown}, {_basis(scale)}"
+
+
+def _basis(scale: _Scale) -> str:
+    return "from the ledger" if scale.unit == "tokens of a sequence" else "predicted, uncalibrated"
+
+
+def _lost(
+    each: Candidate, winner: Candidate, goal: str, feasible: Sequence[Candidate]
+) -> tuple[Reason, ...]:
+    """Why a layout was not taken: what it cannot, what it is worse at, what is not built."""
+    if not each.feasible:
+        return each.reasons
+    reasons = []
+    if winner.feasible:
+        scales = _scales(goal, feasible)
+        differing = [s for s in scales if s.value(each) != s.value(winner)]
+        scale = differing[0] if differing else scales[0]
+        mine, best = scale.value(each), scale.value(winner)
+        assert mine is not None and best is not None
+        if mine <= best:
+            text = f"{abs(mine):,.4g} {scale.unit} against {abs(best):,.4g} of {winner.layout.name}"
+            code = "rank" if mine == best else "worse"
+            reasons.append(Reason(code, text, {"value": abs(mine), "best": abs(best)}))
+    if not each.built:
+        reasons.append(Reason("not-built", NOT_BUILT, {"devices": each.layout.ranks}))
+    return tuple(reasons) or (Reason("rank", f"{winner.layout.name} was asked for"),)

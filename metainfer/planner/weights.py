@@ -1,0 +1,175 @@
+"""What weights weigh, by site: whole, or one rank's part under a layout.
+
+A model's tensors are counted once (`census`): equal ones stand for each other, so that asking for
+every layout and every packing costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from metainfer.core.plan import LayoutPlan, LedgerRow
+from metainfer.formats.blocks import FORMATS
+from metainfer.formats.schemes import BLOCKS
+from metainfer.kernels.impl import Layout
+from metainfer.models.arch import Arch, Cut, WeightSpec
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+PLAIN_BYTES = {"float32": 4, "int64": 8}
+"""Types of small parameters that do not follow the model's (`WeightSpec.dtype`)."""
+
+EMBED, EXPERTS = "embed", "experts"
+SMALL = "norms and small parameters"
+WHOLE = LayoutPlan(name="whole")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """`count` equal tensors [n, k] of one site, in `scheme`; `bias`: their biases' elements.
+
+    `shared`: the tensors, where another site reads the same matrix; else empty.
+    """
+
+    site: str
+    role: str
+    shared: tuple[str, ...]
+    scheme: str
+    n: int
+    k: int
+    count: int
+    bias: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """A model's matrices, counted. `small`: elements of small parameters by their own dtype, ""
+    for the model's."""
+
+    arch: Arch
+    matrices: tuple[Stored, ...]
+    small: Mapping[str, int]
+
+    def elements(self, layout: LayoutPlan = WHOLE) -> dict[str, int]:
+        """Matrix elements that one rank holds, by site; a shared matrix at each of its sites."""
+        found: dict[str, int] = {}
+        for each in self.matrices:
+            _, parts = self.cut(each, layout)
+            held = -(-each.n * each.k * each.count // parts)
+            found[each.site] = found.get(each.site, 0) + held
+        return found
+
+    def cut(self, each: Stored, layout: LayoutPlan) -> tuple[Cut, int]:
+        """How ranks share a site's matrices."""
+        return self.arch.cut(WeightSpec("", each.site, (), (0,), role=each.role), layout)
+
+    def blocks(self) -> dict[str, tuple[int, int]]:
+        """Site -> rows and columns that a share must hold whole, as the weights are stored."""
+        found: dict[str, tuple[int, int]] = {}
+        for each in self.matrices:
+            block = (1, 1)
+            if each.scheme in FORMATS:
+                block = FORMATS[each.scheme].block
+            elif each.scheme in BLOCKS:
+                block = (1, BLOCKS[each.scheme][0])
+            before = found.get(each.site, (1, 1))
+            found[each.site] = (max(before[0], block[0]), max(before[1], block[1]))
+        return found
+
+    def schemes(self) -> dict[str, tuple[str, ...]]:
+        """Site -> the schemes of its tensors, in order of appearance."""
+        found: dict[str, dict[str, None]] = {}
+        for each in self.matrices:
+            found.setdefault(each.site, {})[each.scheme] = None
+        return {site: tuple(names) for site, names in found.items()}
+
+
+def census(arch: Arch, scheme_of: Callable[[str], str]) -> Census:
+    """Count a model's tensors; `scheme_of`: how each is stored."""
+    specs = arch.packed_weights()
+    uses = Counter(spec.tensors for spec in specs)
+    counts: dict[tuple[str, str, tuple[str, ...], str, int, int], int] = {}
+    biases: dict[tuple[str, str, tuple[str, ...], str, int, int], int] = {}
+    for spec in specs:
+        shared = spec.tensors if uses[spec.tensors] > 1 else ()
+        head = (spec.site, spec.role, shared)
+        kinds = Counter(
+            (scheme_of(name), shape[0], shape[1])
+            for name, shape in zip(spec.tensors, spec.tensor_shapes(), strict=True)
+        )
+        for kind, count in kinds.items():
+            counts[*head, *kind] = counts.get((*head, *kind), 0) + count
+        if spec.bias:
+            first = (*head, *next(iter(kinds)))
+            biases[first] = biases.get(first, 0) + spec.shape[0]
+    small: dict[str, int] = {}
+    for spec in arch.plain_weights():
+        small[spec.dtype] = small.get(spec.dtype, 0) + spec.elements
+    matrices = tuple(Stored(*key, count, biases.get(key, 0)) for key, count in counts.items())
+    return Census(arch, matrices, small)
+
+
+def weight_rows(
+    counted: Census, layouts: Mapping[str, Layout], dtype: str, layout: LayoutPlan = WHOLE
+) -> list[LedgerRow]:
+    """One row per op site with the bytes that one rank holds; a shared matrix once.
+
+    `layouts`: the bundle's packing of each role. `dtype`: the model's type.
+    """
+    width = DTYPE_BYTES[dtype]
+    by_site: dict[str, tuple[int, str]] = {}
+    for (site, role, shared), group in _by_matrix(counted.matrices).items():
+        packing = layouts[role]
+        if shared and _read_before(counted.matrices, packing, shared, site):
+            continue
+        kind, parts = counted.cut(group[0], layout)
+        held = sum(_bytes(each, packing, width, kind, parts) for each in group)
+        share = kind.value if parts == 1 else f"{kind.value}/{parts}"
+        by_site[site] = (by_site.get(site, (0, ""))[0] + held, share)
+    rows = [
+        LedgerRow(item=site, kind="weights", bytes=held, share=share)
+        for site, (held, share) in by_site.items()
+    ]
+    plain = sum(count * PLAIN_BYTES.get(of, width) for of, count in counted.small.items())
+    return [*rows, LedgerRow(item=SMALL, kind="weights", bytes=plain, share=Cut.WHOLE.value)]
+
+
+def _by_matrix(
+    matrices: Sequence[Stored],
+) -> dict[tuple[str, str, tuple[str, ...]], list[Stored]]:
+    found: dict[tuple[str, str, tuple[str, ...]], list[Stored]] = {}
+    for each in matrices:
+        found.setdefault((each.site, each.role, each.shared), []).append(each)
+    return found
+
+
+def _read_before(
+    matrices: Sequence[Stored], packing: Layout, shared: tuple[str, ...], site: str
+) -> bool:
+    """Whether an earlier site holds the matrix that `site` reads."""
+    key = packing.storage(shared, site)
+    for each in matrices:
+        if each.shared == shared:
+            if each.site == site:
+                return False
+            if packing.storage(shared, each.site) == key:
+                return True
+    return False
+
+
+def _bytes(each: Stored, packing: Layout, width: int, kind: Cut, parts: int) -> int:
+    n, k, count, bias = each.n, each.k, each.count, each.bias * width
+
+    def nbytes(n: int, k: int) -> int:
+        return packing.nbytes(each.scheme, n, k) if packing.nbytes else n * k * width
+
+    if kind is Cut.ROWS and n % parts == 0:
+        return count * nbytes(n // parts, k) + -(-bias // parts)
+    if kind is Cut.COLUMNS and k % parts == 0:
+        return count * nbytes(n, k // parts) + bias
+    if kind is Cut.EXPERTS and count % parts == 0:
+        return count // parts * nbytes(n, k) + bias
+    # A cut that is refused elsewhere still says about how much it would hold.
+    return -(-count * nbytes(n, k) // parts) + bias
