@@ -6,6 +6,7 @@ is compared with them after loading.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from metainfer.core.errors import RefusedError
 from metainfer.core.plan import LedgerRow
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Layout
-from metainfer.kv.book.capacity import CacheSizes, longest, steady_pages
+from metainfer.kv.book.capacity import CacheSizes, pages_needed, steady_pages
 from metainfer.kv.book.spec import GroupKind, GroupSpec, hit_grid
 from metainfer.models.arch import Arch
 
@@ -74,68 +75,84 @@ def size_cache(
 ) -> CacheBudget:
     """Pages per group within `budget_bytes`, or as many as `running` full sequences could use.
 
-    Groups share the budget in proportion to what a full sequence needs of each. With `caching`,
-    windows and states get room for what hits need beside running sequences.
+    Each group has what one sequence of `context` tokens needs of it; the rest is shared in
+    proportion to what is still wanted. With `caching`, windows and states get room for what hits
+    need beside running sequences.
 
     Raises:
         RefusedError: one sequence of `context` tokens does not fit; says what would.
     """
+    states = sum((running + 1) * group.slot_bytes for group in groups)
+    least = _fewest(groups, context)
+    needed = states + _page_bytes(groups, least)
+    if needed > budget_bytes:
+        raise _too_small(groups, needed, states, budget_bytes, context)
     wanted = [
-        steady_pages(group, tokens=context, slots=running, step_tokens=step_tokens)
-        for group in groups
+        max(steady_pages(group, tokens=context, slots=running, step_tokens=step_tokens), few)
+        for group, few in zip(groups, least, strict=True)
     ]
-    full = sum(pages * group.page_bytes for pages, group in zip(wanted, groups, strict=True))
-    kept = _kept_for_hits(groups, context * running, budget_bytes if caching else 0)
+    left = budget_bytes - needed
+    kept = _kept_for_hits(
+        groups, context * running, min(int(budget_bytes * HIT_PART), left) if caching else 0
+    )
     places = [
         count if g.kind is GroupKind.STATE else 0 for count, g in zip(kept, groups, strict=True)
     ]
     further = [
         0 if g.kind is GroupKind.STATE else count for count, g in zip(kept, groups, strict=True)
     ]
-    states = sum((running + 1) * group.slot_bytes for group in groups)
-    states += sum(_kept_bytes(group, count) for group, count in zip(groups, kept, strict=True))
-    limited_by = "concurrency times context"
-    part = 1.0
-    if full + states > budget_bytes:
-        limited_by = "memory"
-        part = max(0.0, (budget_bytes - states) / full)
-    pages = [int(count * part) + more for count, more in zip(wanted, further, strict=True)]
+    left -= sum(_kept_bytes(group, count) for group, count in zip(groups, kept, strict=True))
+    more = _page_bytes(groups, wanted) - _page_bytes(groups, least)
+    limited_by = "memory" if more > left else "concurrency times context"
+    shared = min(left, more)
+    pages = [
+        few + (most - few) * shared // max(more, 1) + extra
+        for few, most, extra in zip(least, wanted, further, strict=True)
+    ]
     sizes = CacheSizes(
         groups=tuple(groups), pages=tuple(pages), snapshots=tuple(places), slots=running
     )
-    reach = longest(sizes)
-    if reach < context:
-        one = states + sum(
-            steady_pages(group, tokens=context, slots=1, step_tokens=step_tokens) * group.page_bytes
-            for group in groups
-        )
-        enough = f"--kv-memory to {-(-one >> 20)}MiB."
-        raise RefusedError(
-            f"a context of {context:,} tokens needs {one:,} B of cache, "
-            f"{budget_bytes:,} B are left for it.",
-            f"Lower --context to {reach:,}, or raise {enough}" if reach > 0 else f"Raise {enough}",
-            reasons=(
-                Reason(
-                    "memory",
-                    f"{one:,} B needed, {budget_bytes:,} B available",
-                    {"need": one, "have": budget_bytes},
-                ),
-            ),
-            code="does_not_fit",
-        )
     return CacheBudget(sizes, _spread_tokens(sizes), limited_by)
 
 
-def _kept_for_hits(groups: Sequence[GroupSpec], tokens: int, budget_bytes: int) -> list[int]:
+def _fewest(groups: Sequence[GroupSpec], context: int) -> list[int]:
+    """Rows of each group's tensor with which one sequence can grow to `context` tokens."""
+    return [
+        0 if group.kind is GroupKind.STATE else pages_needed(group, context) + 1 for group in groups
+    ]
+
+
+def _page_bytes(groups: Sequence[GroupSpec], pages: Sequence[int]) -> int:
+    return sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
+
+
+def _too_small(
+    groups: Sequence[GroupSpec], needed: int, states: int, budget_bytes: int, context: int
+) -> RefusedError:
+    """What is short, and the two values with which `size_cache` succeeds."""
+    lengths = range(1, context)
+    reach = bisect.bisect_right(
+        lengths, budget_bytes - states, key=lambda n: _page_bytes(groups, _fewest(groups, n))
+    )
+    enough = f"--kv-memory to {-(-needed >> 20)}MiB."
+    message = f"{needed:,} B needed, {budget_bytes:,} B available"
+    return RefusedError(
+        f"a context of {context:,} tokens needs {needed:,} B of cache, "
+        f"{budget_bytes:,} B are left for it.",
+        f"Lower --context to {reach:,}, or raise {enough}" if reach else f"Raise {enough}",
+        reasons=(Reason("memory", message, {"need": needed, "have": budget_bytes}),),
+        code="does_not_fit",
+    )
+
+
+def _kept_for_hits(groups: Sequence[GroupSpec], tokens: int, room_bytes: int) -> list[int]:
     """Snapshot places of each state group and further pages of each window group.
 
     A hit needs a window's last pages and a snapshot of each state that is not clean; both are kept
-    for as many positions of the grid as `tokens` cached tokens have, within `HIT_PART`.
+    for as many positions of the grid as `tokens` cached tokens have, within `room_bytes`.
     """
     each = sum(_kept_bytes(group, _kept_each(group)) for group in groups)
-    positions = (
-        min(tokens // hit_grid(tuple(groups)), int(budget_bytes * HIT_PART) // each) if each else 0
-    )
+    positions = min(tokens // hit_grid(tuple(groups)), room_bytes // each) if each else 0
     return [positions * _kept_each(group) for group in groups]
 
 
