@@ -130,6 +130,32 @@ def test_copies_are_exact_in_any_piece_and_call_after_call(
     assert memory.numel()
 
 
+def test_calls_in_a_row_do_not_mix(fake: fake_cuda.Torch, seed: int) -> None:
+    world, count = 3, 9001
+    memory, staging = staging_of(world, 1 << 16)
+    ranks = [CopyRank(rank, staging, device=0) for rank in range(world)]
+    streams = [fake_cuda.Stream() for _ in range(world)]
+    plan = plan_of(
+        Request(op=Op.ALL_REDUCE, count=count, dtype="bfloat16", world=world), "two_shot"
+    )
+    given = [inputs(plan.request, seed + turn) for turn in range(6)]
+    out = [[torch.full_like(part, float("nan")) for part in parts] for parts in given]
+    draw = random.Random(seed)
+    for turn in range(6):  # nobody waits: a quick rank may be a call ahead
+        for rank in range(world):
+            ranks[rank].piece_bytes = 2048
+            with fake.cuda.stream(streams[rank]):
+                nap = draw.random() * 0.02
+                streams[rank].do(lambda nap=nap: time.sleep(nap))
+                ranks[rank].run(plan, given[turn][rank], out[turn][rank])
+    fake.cuda.synchronize()
+    for turn in range(6):
+        for rank in range(world):
+            ranks[rank].check()
+            assert same(out[turn][rank], canonical_sum(given[turn])), (turn, rank)
+    assert memory.numel()
+
+
 def test_copies_without_a_peer_end_in_words(fake: fake_cuda.Torch) -> None:
     memory, staging = staging_of(2, 1 << 14)
     ranks = [CopyRank(rank, staging, device=0, budget_s=0.1) for rank in range(2)]

@@ -3,8 +3,11 @@
 Two-shot on two copy streams per rank: parts go down to host memory, their owner takes the others'
 up, adds in rank order (one rounding), sends the sum down, and everyone takes it up. Pieces let both
 directions of the link work at once. Between ranks a counter in host memory is posted by a
-one-thread kernel behind each copy and awaited by another; two halves of the staging memory take
-turns. Not for graphs: counters grow from call to call.
+one-thread kernel behind each copy and awaited by another.
+
+One staging memory is enough: a rank overwrites its parts or sums only after parts of the next call
+came from every peer (sums), or after every peer's sum of this call (parts), and a peer sends those
+behind its own last read. Not for graphs: counters grow from call to call.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ _ADD_BLOCKS = 32
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Pinned host memory of a group: counters, then per rank two halves of ``2 * part_bytes *
-    world``: what goes to each owner, and the sums. `base` is as this process sees it, `on_device`
+    """Pinned host memory of a group: counters, then per rank ``part_bytes * (world + 1)``:
+    what goes to each owner, and the sums. `base` is as this process sees it, `on_device`
     as the device does."""
 
     base: int
@@ -49,17 +52,17 @@ class Staging:
 
     @classmethod
     def size(cls, world: int, part_bytes: int) -> int:
-        return COUNTERS + world * 2 * (world + 1) * part_bytes
+        return COUNTERS + world * (world + 1) * part_bytes
 
     def word(self, rank: int, which: int) -> int:
         """A counter that `rank` posts, for the device: 0 .. 7 for an owner, 8 for sums, 9 to
         abort."""
         return self.on_device + (rank * WORDS + which) * LINE
 
-    def part(self, rank: int, half: int, owner: int) -> int:
+    def part(self, rank: int, owner: int) -> int:
         """Where `rank` leaves what belongs to `owner`; `owner` = world: its sums."""
         begin = self.base + COUNTERS
-        return begin + ((rank * 2 + half) * (self.world + 1) + owner) * self.part_bytes
+        return begin + (rank * (self.world + 1) + owner) * self.part_bytes
 
 
 class CopyRank:
@@ -89,7 +92,6 @@ class CopyRank:
         )
         self.piece_bytes = 0  # by size
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._calls = 0
         self._posted = [0] * WORDS
         self._seen = [[0] * WORDS for _ in range(self.world)]
         self._load(layout.TYPES["bfloat16"])
@@ -114,7 +116,6 @@ class CopyRank:
         main = torch.cuda.current_stream(self.index)
         self.down.wait_stream(main)
         self.up.wait_stream(main)
-        half, self._calls = self._calls & 1, self._calls + 1
         share = -(-request.count // (self.world * 8)) * 8
         bounds = [
             (min(request.count, p * share), min(request.count, (p + 1) * share))
@@ -125,9 +126,9 @@ class CopyRank:
         while len(self._events) < len(pieces):
             came, added = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
             self._events.append((came, added))
-        self._send_parts(given.data_ptr(), bounds, pieces, width, half)
-        self._sum_own(given.data_ptr(), out.data_ptr(), bounds, pieces, width, half, request.dtype)
-        self._take_sums(out.data_ptr(), bounds, pieces, width, half)
+        self._send_parts(given.data_ptr(), bounds, pieces, width)
+        self._sum_own(given.data_ptr(), out.data_ptr(), bounds, pieces, width, request.dtype)
+        self._take_sums(out.data_ptr(), bounds, pieces, width)
         main.wait_stream(self.down)
         main.wait_stream(self.up)
         return out
@@ -138,7 +139,6 @@ class CopyRank:
         bounds: Sequence[tuple[int, int]],
         pieces: Sequence[tuple[int, int]],
         width: int,
-        half: int,
     ) -> None:
         stream = self.down.cuda_stream
         for begin, end in pieces:
@@ -146,7 +146,7 @@ class CopyRank:
                 p = (self.rank + step) % self.world
                 a, b = _clip(bounds[p], begin, end)
                 if b > a:
-                    to = self.staging.part(self.rank, half, p) + begin * width
+                    to = self.staging.part(self.rank, p) + begin * width
                     driver.copy_down(to, given + a * width, (b - a) * width, stream)
                 self._tell(p, stream)
 
@@ -157,7 +157,6 @@ class CopyRank:
         bounds: Sequence[tuple[int, int]],
         pieces: Sequence[tuple[int, int]],
         width: int,
-        half: int,
         dtype: str,
     ) -> None:
         main = torch.cuda.current_stream(self.index)
@@ -173,7 +172,7 @@ class CopyRank:
                     continue
                 self._expect(q, self.rank, up)
                 if b > a:
-                    start = self.staging.part(q, half, self.rank) + begin * width
+                    start = self.staging.part(q, self.rank) + begin * width
                     driver.copy_up(sources[q], start, (b - a) * width, up)
             came.record(self.up)
             main.wait_event(came)
@@ -182,7 +181,7 @@ class CopyRank:
             added.record(main)
             self.down.wait_event(added)
             if b > a:
-                to = self.staging.part(self.rank, half, self.world) + begin * width
+                to = self.staging.part(self.rank, self.world) + begin * width
                 driver.copy_down(to, out + a * width, (b - a) * width, down)
             self._tell(layout.WORLD, down)
 
@@ -192,7 +191,6 @@ class CopyRank:
         bounds: Sequence[tuple[int, int]],
         pieces: Sequence[tuple[int, int]],
         width: int,
-        half: int,
     ) -> None:
         stream = self.up.cuda_stream
         for begin, end in pieces:
@@ -201,7 +199,7 @@ class CopyRank:
                 a, b = _clip(bounds[p], begin, end)
                 self._expect(p, layout.WORLD, stream)
                 if b > a:
-                    start = self.staging.part(p, half, self.world) + begin * width
+                    start = self.staging.part(p, self.world) + begin * width
                     driver.copy_up(out + a * width, start, (b - a) * width, stream)
 
     def _sum(
