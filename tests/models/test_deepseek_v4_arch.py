@@ -174,10 +174,51 @@ def test_what_shapes_the_model_is_required(key: str) -> None:
         {"index_head_dim": 96},
         {"num_experts_per_tok": 257},
         {"hidden_size": "4096"},
+        {"sliding_window": 0},
+        {"vocab_size": -1},
+        {"hc_sinkhorn_iters": 0},
+        {"index_topk": 0},
+        {"o_groups": 0},
+        {"rms_norm_eps": float("nan")},
+        {"routed_scaling_factor": float("inf")},
+        {"swiglu_limit": -1.0},
+        {"rope_theta": 0},
+        {"compress_rope_theta": float("nan")},
+        {"rope_scaling": {**released()["rope_scaling"], "factor": 0}},
+        {"num_nextn_predict_layers": -1},
+        {"partial_rotary_factor": float("nan")},
+        {"layer_types": [["sliding_attention"]] * 43},
     ],
 )
 def test_what_is_not_built_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ModelError):
+        read_arch(released(**change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_types": ["sliding_attention"] * 43},
+        {"mlp_layer_types": ["moe"] * 43},
+        {"partial_rotary_factor": 0.25},
+        {"rope_parameters": {**released()["rope_scaling"], "factor": 4}},
+        {
+            "compress_rate_csa": 2,
+            "compress_rates": {
+                "compressed_sparse_attention": 4,
+                "heavily_compressed_attention": 128,
+            },
+        },
+        {
+            "rope_parameters": {
+                "main": {"rope_theta": 5000.0},
+                "compress": {**released()["rope_scaling"], "rope_theta": 160000},
+            }
+        },
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="contradict"):
         read_arch(released(**change))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from metainfer.core.errors import ModelError
@@ -38,7 +39,7 @@ def read_arch(config: Mapping[str, object], where: str = "config.json") -> DeepS
     for key in ("dspark_noise_token_id", "dspark_markov_rank"):
         reader.optional(key, int, 0)
     reader.sequence("dspark_target_layer_ids")
-    csa, hca = _rates(reader)
+    csa, hca = _rates(reader, where)
     head_dim = reader.required("head_dim", int)
     theta, compress_theta, yarn = _rope(reader, where)
     arch = DeepSeekV4Arch(
@@ -47,7 +48,7 @@ def read_arch(config: Mapping[str, object], where: str = "config.json") -> DeepS
         hidden=reader.required("hidden_size", int),
         heads=reader.required("num_attention_heads", int),
         head_dim=head_dim,
-        rope_dim=_rope_dim(reader, head_dim),
+        rope_dim=_rope_dim(reader, head_dim, where),
         q_rank=reader.required("q_lora_rank", int),
         o_groups=reader.required("o_groups", int),
         o_rank=reader.required("o_lora_rank", int),
@@ -100,7 +101,7 @@ def _fixed(reader: ConfigReader) -> None:
     reader.optional("output_router_logits", bool, False)
 
 
-def _rates(reader: ConfigReader) -> tuple[int, int]:
+def _rates(reader: ConfigReader, where: str) -> tuple[int, int]:
     """Tokens of one entry in CSA and HCA layers."""
     csa = reader.optional("compress_rate_csa", int, 4)
     hca = reader.optional("compress_rate_hca", int, 128)
@@ -110,6 +111,8 @@ def _rates(reader: ConfigReader) -> tuple[int, int]:
     inner = ConfigReader(table, "compress_rates")
     found = tuple(inner.required(key, int) for key in _RATES)
     inner.finish()
+    for key, value in zip(("compress_rate_csa", "compress_rate_hca"), found, strict=True):
+        _same(reader.optional(key, int, value), value, where, key, "compress_rates")
     return found[0], found[1]
 
 
@@ -118,13 +121,20 @@ def _kinds(reader: ConfigReader, layers: int, where: str) -> tuple[LayerKind, ..
     ``layer_types``."""
     ratios, types = reader.sequence("compress_ratios"), reader.sequence("layer_types")
     if types is not None:
-        if len(types) != layers or not set(types) <= set(_TYPES):
+        if len(types) != layers or any(name not in list(_TYPES) for name in types):
             raise ModelError(
                 f"{where} has layer_types = {types!r} for {layers} layers.",
                 f"Expected one of {', '.join(_TYPES)} per layer.",
                 code="bad_config",
             )
-        return tuple(_TYPES[str(name)] for name in types)
+        named = tuple(_TYPES[str(name)] for name in types)
+        if ratios is not None:
+            _same(named, _by_ratio(ratios, layers, where), where, "layer_types", "compress_ratios")
+        return named
+    return _by_ratio(ratios, layers, where)
+
+
+def _by_ratio(ratios: tuple[object, ...] | None, layers: int, where: str) -> tuple[LayerKind, ...]:
     if ratios is None or len(ratios) < layers or any(ratios[layers:]):
         raise ModelError(
             f"{where} has compress_ratios = {ratios!r} for {layers} layers.",
@@ -148,8 +158,11 @@ def _hash_layers(reader: ConfigReader, layers: int, where: str) -> int:
     types = reader.sequence("mlp_layer_types")
     if types is None:
         return reader.required("num_hash_layers", int)
-    reader.optional("num_hash_layers", int, 0)
     count = types.count("hash_moe")
+    _same(
+        reader.optional("num_hash_layers", int, count), count, where, "num_hash_layers",
+        "mlp_layer_types",
+    )  # fmt: skip
     if types != ("hash_moe",) * count + ("moe",) * (layers - count):
         raise ModelError(
             f"{where} has mlp_layer_types = {types!r}.",
@@ -159,11 +172,16 @@ def _hash_layers(reader: ConfigReader, layers: int, where: str) -> int:
     return count
 
 
-def _rope_dim(reader: ConfigReader, head_dim: int) -> int:
+def _rope_dim(reader: ConfigReader, head_dim: int, where: str) -> int:
     part = reader.optional("partial_rotary_factor", float, 0.0)
-    if part:
-        return reader.optional("qk_rope_head_dim", int, int(head_dim * part))
-    return reader.required("qk_rope_head_dim", int)
+    if not 0 <= part <= 1:  # NaN too
+        raise ModelError(f"{where} has partial_rotary_factor = {part}.", code="bad_config")
+    if not part:
+        return reader.required("qk_rope_head_dim", int)
+    width = reader.optional("qk_rope_head_dim", int, int(head_dim * part))
+    near = abs(width - head_dim * part) < 1
+    _same(near, True, where, "qk_rope_head_dim", "partial_rotary_factor")
+    return width
 
 
 def _rope(reader: ConfigReader, where: str) -> tuple[float, float, Yarn | None]:
@@ -177,20 +195,31 @@ def _rope(reader: ConfigReader, where: str) -> tuple[float, float, Yarn | None]:
         inner.finish()
         if main is None or compress is None:
             raise ModelError(f"{where}'s rope_parameters need main and compress.")
-        reader.optional("rope_theta", float, 0.0)
-        reader.optional("compress_rope_theta", float, 0.0)
         plain = ConfigReader(main, f"{where}'s rope_parameters.main")
         plain.only("rope_type", ("default",))
         plain.optional("partial_rotary_factor", float, 0.0)
         theta = plain.required("rope_theta", float)
         plain.finish()
-        return theta, *_extension(compress, f"{where}'s rope_parameters.compress")
+        compress_theta, yarn = _extension(compress, f"{where}'s rope_parameters.compress")
+        said = "rope_parameters"
+        _same(reader.optional("rope_theta", float, theta), theta, where, "rope_theta", said)
+        other = reader.optional("compress_rope_theta", float, compress_theta)
+        _same(other, compress_theta, where, "compress_rope_theta", said)
+        if table is not None:
+            older = _extension(table, f"{where}'s rope_scaling")[1]
+            _same(older, yarn, where, "rope_scaling", said)
+        return theta, compress_theta, yarn
     theta = reader.required("rope_theta", float)
     compress_theta = reader.required("compress_rope_theta", float)
-    table = newer or table
-    if table is None:
+    found = [
+        _extension(each, f"{where}'s {key}")[1]
+        for key, each in (("rope_parameters", newer), ("rope_scaling", table))
+        if each
+    ]
+    if not found:
         raise ModelError(f"{where} has no rope_scaling.", "Expected YaRN's.", code="bad_config")
-    return theta, compress_theta, _extension(table, f"{where}'s rope_scaling")[1]
+    _same(found[0], found[-1], where, "rope_parameters", "rope_scaling")
+    return theta, compress_theta, found[0]
 
 
 def _extension(table: Mapping[str, object], where: str) -> tuple[float, Yarn | None]:
@@ -214,17 +243,54 @@ def _extension(table: Mapping[str, object], where: str) -> tuple[float, Yarn | N
     return theta, yarn
 
 
+def _same(one: object, other: object, where: str, first: str, second: str) -> None:
+    """Two keys that say one thing say the same."""
+    if one != other:
+        raise ModelError(
+            f"{where}: {first} and {second} contradict each other.",
+            "The file is damaged or was edited; fetch the checkpoint again.",
+            code="bad_config",
+        )
+
+
+_POSITIVE = {
+    "num_hidden_layers": "layers", "vocab_size": "vocab_size", "hidden_size": "hidden",
+    "num_attention_heads": "heads", "q_lora_rank": "q_rank", "o_groups": "o_groups",
+    "o_lora_rank": "o_rank", "sliding_window": "window", "index_n_heads": "index_heads",
+    "max_position_embeddings": "max_context", "index_topk": "index_topk", "hc_mult": "streams",
+    "hc_sinkhorn_iters": "sinkhorn_iters", "hc_eps": "hyper_eps", "rms_norm_eps": "norm_eps",
+    "moe_intermediate_size": "ffn", "routed_scaling_factor": "routed_scale",
+}  # fmt: skip
+"""Keys whose numbers must be above zero (and finite), and where the arch holds them."""
+
+
 def _check(arch: DeepSeekV4Arch, where: str) -> None:
     """Numbers that must fit each other."""
+    yarn = arch.yarn or Yarn(factor=1.0, beta_fast=1.0, beta_slow=1.0, original=1)
     wrong = [
         text
         for ok, text in (
+            *(
+                (0 < getattr(arch, name) < math.inf, f"{key} must be above zero")
+                for key, name in _POSITIVE.items()
+            ),
+            (0 <= arch.limit < math.inf, "swiglu_limit must be zero or more"),
+            (min(arch.draft_layers, arch.dspark_block) >= 0, "a draft has no negative size"),
+            (
+                all(1 < theta < math.inf for theta in (arch.theta, arch.compress_theta)),
+                "a rotary base must be above one",
+            ),
+            (
+                all(0 < n < math.inf for n in (yarn.factor, yarn.beta_fast, yarn.beta_slow))
+                and yarn.original > 0,
+                "YaRN's numbers must be above zero",
+            ),
             (0 < arch.rope_dim < arch.head_dim, "qk_rope_head_dim must lie below head_dim"),
             (arch.rope_dim % 2 == 0, "qk_rope_head_dim must be even"),
             (arch.rope_dim <= arch.index_dim, "index_head_dim must hold qk_rope_head_dim"),
             (0 < arch.csa < arch.hca, "the ratio of CSA must lie below that of HCA"),
             (
-                arch.o_groups > 0 and arch.heads % arch.o_groups == 0,
+                arch.o_groups <= 0 or arch.heads % arch.o_groups == 0,
                 "o_groups must divide num_attention_heads",
             ),
             (
