@@ -1,0 +1,43 @@
+"""What documents point to exists: relative links, and paths of this repository in backticks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tree import ROOT
+
+DOCUMENTS = sorted(
+    [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    + [
+        path
+        for path in (ROOT / "docs").glob("*.md")
+        if path.name != "log.md"  # tells of the past
+    ]
+)
+_LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+_PATH = re.compile(r"`((?:benchmarks|docs|examples|metainfer|tests)/[\w./*-]+)`")
+_DECISION = re.compile(r"ADR (\d{4})")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_is_named_exists(document: Path) -> None:
+    text = document.read_text()
+    gone = [link for link in _LINK.findall(text) if not (document.parent / link).exists()]
+    gone += [path for path in _PATH.findall(text) if not any(ROOT.glob(path.rstrip("/")))]
+    assert not gone
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_decisions_that_are_cited_exist(document: Path) -> None:
+    cited = set(_DECISION.findall(document.read_text()))
+    assert not [number for number in cited if not any(ROOT.glob(f"docs/adr/{number}-*.md"))]
+
+
+def test_every_decision_is_listed() -> None:
+    listed = (ROOT / "docs" / "adr" / "README.md").read_text()
+    missing = [
+        path.name for path in (ROOT / "docs" / "adr").glob("[0-9]*.md") if path.name not in listed
+    ]
+    assert not missing
