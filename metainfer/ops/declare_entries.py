@@ -19,6 +19,8 @@ KEYS: Mapping[str, str] = MappingProxyType(
     {"index@1": "", "index-fp8@1": "-fp8", "index-fp4@1": "-fp4"}
 )
 
+PLAIN = ("latent@1", "index@1")
+
 
 def per_layout(
     role: str, layouts: Mapping[str, str], cost: Callable[[str], Callable[[Context], float | None]],
@@ -46,5 +48,10 @@ def entry_bytes(layout: str, context: Context, channels: str = "d") -> int:
 
 
 def moved(layout: str, entries: float, context: Context) -> float:
-    """Bytes to read `entries` entries and to hold them widened, or the reverse."""
-    return entries * (entry_bytes(layout, context) + max(width(context), 4) * extent(context, "d"))
+    """Bytes to read `entries` entries and to hold them widened, or the reverse.
+
+    A scaled form is decoded through a table, scales and a join: so many more passes (seed).
+    """
+    passes = 1 if layout in PLAIN else 6
+    wide = max(width(context), 4) * extent(context, "d")
+    return entries * (entry_bytes(layout, context) + passes * wide)
