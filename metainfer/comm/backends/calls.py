@@ -93,7 +93,7 @@ class Caller:
         call.output = out.data_ptr() + shift
         if (request.side_int32 > 0) != (side is not None):
             raise InternalError(f"{request.name} was planned for {request.side_int32} counts")
-        if side is not None:  # with the first piece; the others would add them again
+        if side is not None:  # with the first piece, once
             call.side = request.side_int32 if piece.in_begin[0] == 0 else 0
             call.side_in, call.side_out = side.given.data_ptr(), side.summed.data_ptr()
         if (request.epilogue is None) != (rows is None):
