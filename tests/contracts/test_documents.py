@@ -35,6 +35,24 @@ def test_decisions_that_are_cited_exist(document: Path) -> None:
     assert not [number for number in cited if not any(ROOT.glob(f"docs/adr/{number}-*.md"))]
 
 
+def test_every_finding_is_explained() -> None:
+    """Ids that the doctor's checks write down, alone or as a prefix, are in docs/doctor.md."""
+    told = (ROOT / "docs" / "doctor.md").read_text()
+    made = re.compile(r'\b(?:blocker|slows|information|Finding)\(\s*"([a-z]+)\.([a-z-]+)"')
+    found = {
+        match
+        for path in (ROOT / "metainfer" / "doctor").rglob("*.py")
+        for match in made.findall(path.read_text())
+    }
+    assert len(found) > 40
+    missing = [
+        f"{room}.{name}"
+        for room, name in sorted(found)
+        if f"`{room}.{name}`" not in told and f"`{room}.*`" not in told
+    ]
+    assert not missing
+
+
 def test_every_decision_is_listed() -> None:
     listed = (ROOT / "docs" / "adr" / "README.md").read_text()
     missing = [
