@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -22,13 +23,29 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the answer must match: data only, read by whoever computes masks.
+
+    `kind` and `text`: a JSON schema, a regular expression over the whole answer, or a JSON list of
+    texts. `after`: the ids that end reasoning; until they were drawn nothing is enforced.
+    `opening`: the id with which the model may itself open reasoning; None where the prompt did,
+    or where it cannot.
+    """
+
+    kind: Literal["json", "regex", "choice"]
+    text: str
+    after: tuple[int, ...] = ()
+    opening: int | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the next token is drawn. `temperature` 0 is greedy; ties go to the lower id.
 
     `logprobs` asks for the chosen token's log-probability plus that many alternatives
     (0 = only the chosen); None asks for nothing. `prompt_logprobs` likewise for the prompt.
     Penalties follow OpenAI (presence, frequency, over generated tokens) and Hugging Face
-    (repetition, over prompt and generated tokens).
+    (repetition, over prompt and generated tokens). Under a `grammar`, `min_tokens` does not hold an
+    end back where nothing else may be drawn.
     """
 
     temperature: float = 1.0
@@ -46,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: GrammarSpec | None = None
 
     @property
     def greedy(self) -> bool:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from metainfer.core.errors import InternalError
+from metainfer.core.errors import InternalError, RequestError
 from metainfer.core.intent import Intent
-from metainfer.core.request import Request
+from metainfer.core.request import FinishReason, Request
 from metainfer.core.step import Phase, RequestOutput
+from metainfer.engine.grammars import GrammarDesk, open_library
 from metainfer.engine.machine import open_machine
 from metainfer.engine.protocol import EngineInfo, EngineStats, Progress
 from metainfer.kv.book.manager import KVManager
@@ -52,6 +53,7 @@ class Engine:
         self._phases: list[tuple[str, float]] = []
         self._scheduler: Scheduler | None = None
         self._executor: LocalExecutor | None = None
+        self._desk = GrammarDesk(None)
         self._phase_name = ""
         self._last_step_s = 0.0
         self.resolved: Resolved | None = None
@@ -88,6 +90,7 @@ class Engine:
             self._executor = assemble(resolved, source, machine.registry, device, trace=self._trace)
         with self._phase("warm-up"):
             self._executor.warm(self._note)
+        self._open_grammars(self._executor, model, resolved.arch.vocab_size)
         self._scheduler = self._make_scheduler(resolved, model)
         plan = resolved.plan
         return EngineInfo(
@@ -100,6 +103,14 @@ class Engine:
             plan=plan_document(resolved),
             start_phases=tuple(self._phases),
         )
+
+    def _open_grammars(self, executor: LocalExecutor, model: OpenedModel, vocab: int) -> None:
+        """Grammars need the vocabulary's bytes, the only thing the engine knows of text."""
+        with self._phase("grammars"):
+            library, why = open_library(model.source.reference, vocab, model.eos_token_ids)
+        self._desk = GrammarDesk(library, why)
+        if library is not None:
+            executor.use_grammars(library.open)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -151,6 +162,8 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request. A missing seed is drawn here, once, so that every rank sees the same.
 
+        One whose grammar has to be compiled joins the queue in a later `step`.
+
         Raises:
             RequestError: it cannot run; says why.
         """
@@ -159,11 +172,20 @@ class Engine:
         if request.params.seed is None and not request.params.greedy:
             params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, params=params)
-        self.scheduler.add(request)
+        if request.params.grammar is not None:
+            self.scheduler.check(request)
+        if not self._desk.hold(request):
+            self.scheduler.add(request)
 
     def cancel(self, request_ids: Sequence[str]) -> list[RequestOutput]:
         """End requests now; their pages are free before the next step."""
-        ended = [self.scheduler.cancel(request_id) for request_id in request_ids]
+        ended = []
+        for request_id in request_ids:
+            output = self.scheduler.cancel(request_id)
+            if self._desk.waits(request_id):
+                output = RequestOutput(request_id, (), finish=FinishReason.CANCELLED)
+            self._desk.forget(request_id)
+            ended.append(output)
         return [output for output in ended if output is not None]
 
     def step(self) -> tuple[list[RequestOutput], EngineStats]:
@@ -172,21 +194,39 @@ class Engine:
         Raises:
             InternalError: an invariant broke; the engine must not go on.
         """
-        outputs: list[RequestOutput] = []
         assert self._executor is not None
+        outputs = self._admit_ready()
         plan = self.scheduler.schedule()
         if plan is not None:
             result = self._executor.execute(plan)
             self._last_step_s = result.seconds
-            outputs = self.scheduler.commit(result)
+            outputs += self.scheduler.commit(result)
+        for output in outputs:
+            if output.finish is not None:
+                self._desk.forget(output.request_id)
         return outputs, self.stats()
+
+    def _admit_ready(self) -> list[RequestOutput]:
+        """Queue what waited for its grammar; the outputs end what cannot be queued any more."""
+        ended = []
+        for request, error in self._desk.ready(idle=not self.scheduler.has_work):
+            try:
+                if not error:
+                    self.scheduler.add(request)
+                    continue
+            except RequestError as refusal:
+                error = str(refusal)
+            ended.append(
+                RequestOutput(request.request_id, (), finish=FinishReason.ERROR, error=error)
+            )
+        return ended
 
     def stats(self) -> EngineStats:
         reading = self.scheduler.stats()
         counters = reading.counters
         return EngineStats(
             running=reading.running,
-            waiting=reading.waiting,
+            waiting=reading.waiting + len(self._desk),
             kv_used=reading.kv_used,
             steps=counters.steps,
             preemptions=counters.preemptions,
@@ -203,7 +243,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_work
+        scheduler = self._scheduler
+        return scheduler is not None and (scheduler.has_work or len(self._desk) > 0)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -218,6 +259,7 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the device."""
+        self._desk.close()
         if self._executor is not None:
             self._executor.close()
             self._executor = None

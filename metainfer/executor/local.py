@@ -32,7 +32,7 @@ from metainfer.core.step import (
 from metainfer.executor.graphs import DecodeGraphs
 from metainfer.executor.inputs import build
 from metainfer.executor.sampler import finish_runs
-from metainfer.executor.slots import SlotTable
+from metainfer.executor.slots import OpenGrammar, SlotTable
 from metainfer.executor.speculative import ModelDrafts, propose
 from metainfer.kernels.table import OpTable
 from metainfer.kv.book.spec import GroupKind, GroupSpec
@@ -69,6 +69,10 @@ class LocalExecutor:
         self._slots = SlotTable(parts.groups, parts.slots, parts.max_context, parts.vocab)
         self._graphs: DecodeGraphs | None = None
         self._open: deque[StepResult] = deque()
+
+    def use_grammars(self, make: OpenGrammar) -> None:
+        """From now on requests may carry a grammar; `make` gives its state as they enter."""
+        self._slots.open_grammar = make
 
     def warm(self, on_bucket: Callable[[str], None] = lambda name: None) -> None:
         """Run every phase, a chunk that ends at the advertised context, and capture the graphs.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -88,6 +89,10 @@ def finish_runs(
         state = table.states[run.slot]
         kept = tokens[span]
         kept = kept[: accepted(proposed[number], kept) + 1]
+        if state.grammar is not None and state.grammar.fault:
+            error = f"its grammar cannot be followed any more: {state.grammar.fault}"
+            results.append(RunResult(run.slot, error=error))
+            continue
         if any(bad[row - count : row - count + len(kept)]):
             error = "the model's logits hold NaN or infinity for this request"
             results.append(RunResult(run.slot, error=error))
@@ -114,14 +119,15 @@ def gather(rows: Sequence[_Row], device: torch.device) -> SampleInputs:
         values = [getattr(p, name) for p in params]
         return None if all(value == off for value in values) else column(values, dtype)
 
+    masks = _masks(rows)
     wanted = [p.logprobs for p in params if p.logprobs is not None]
     common: dict[str, Any] = {
         "presence": feature("presence_penalty", 0.0),
         "frequency": feature("frequency_penalty", 0.0),
         "repetition": feature("repetition_penalty", 1.0),
         "top_logprobs": max(wanted) if wanted else NO_LOGPROBS,
-        "allowed": _allowed(rows, device),
-        **_edits(rows, device),
+        "allowed": None if masks is None else to_device(masks, device),
+        **_edits(rows, masks, device),
     }
     if any(common[name] is not None for name in ("presence", "frequency", "repetition")):
         common.update(_histories(rows, device))
@@ -138,14 +144,16 @@ def gather(rows: Sequence[_Row], device: torch.device) -> SampleInputs:
     )
 
 
-def _edits(rows: Sequence[_Row], device: torch.device) -> dict[str, Tensor | None]:
-    """Bias and bans as (row, token) lists."""
+def _edits(
+    rows: Sequence[_Row], masks: npt.NDArray[np.bool_] | None, device: torch.device
+) -> dict[str, Tensor | None]:
+    """Bias and bans as (row, token) lists. An end that is all a grammar leaves is not banned."""
     bias = [(r, t, v) for r, row in enumerate(rows) for t, v in row.state.params.logit_bias.items()]
     bans = [
         (r, token)
         for r, row in enumerate(rows)
         if row.generated < row.state.params.min_tokens
-        for token in (*row.state.eos_token_ids, *row.state.params.stop_token_ids)
+        for token in _banned(row, None if masks is None else masks[r])
     ]
 
     def column(values: Sequence[float], dtype: type[np.generic] = np.int64) -> Tensor | None:
@@ -158,6 +166,17 @@ def _edits(rows: Sequence[_Row], device: torch.device) -> dict[str, Tensor | Non
         "ban_rows": column([b[0] for b in bans]),
         "ban_tokens": column([b[1] for b in bans]),
     }
+
+
+def _banned(row: _Row, mask: npt.NDArray[np.bool_] | None) -> tuple[int, ...]:
+    """The ends and stops that a row below `min_tokens` may not draw."""
+    ends = (*row.state.eos_token_ids, *row.state.params.stop_token_ids)
+    if mask is not None and row.state.grammar is not None:
+        rest = mask.copy()
+        rest[list(ends)] = False
+        if not rest.any():
+            return ()
+    return ends
 
 
 def _histories(rows: Sequence[_Row], device: torch.device) -> dict[str, Tensor]:
@@ -177,15 +196,15 @@ def _histories(rows: Sequence[_Row], device: torch.device) -> dict[str, Tensor]:
     return {"output_counts": counts, "prompt_seen": seen}
 
 
-def _allowed(rows: Sequence[_Row], device: torch.device) -> Tensor | None:
-    """The grammars' masks; every id for a row that has none."""
+def _masks(rows: Sequence[_Row]) -> npt.NDArray[np.bool_] | None:
+    """bool [R, V], the grammars' masks, every id for a row that has none; None where none has."""
     if all(row.state.grammar is None for row in rows):
         return None
     masks = np.ones((len(rows), rows[0].state.vocab), np.bool_)
     for mask, row in zip(masks, rows, strict=True):
         if row.state.grammar is not None:
             mask[:] = row.state.grammar.allowed(row.ahead)
-    return to_device(masks, device)
+    return masks
 
 
 def _to_host(output: SampleOutput) -> SampleOutput:

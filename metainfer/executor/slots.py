@@ -6,17 +6,20 @@ of vectorised look-ups whatever the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from metainfer.core.errors import InternalError
-from metainfer.core.request import SamplingParams
+from metainfer.core.request import GrammarSpec, SamplingParams
 from metainfer.core.step import NewRequest, StepPlan
 from metainfer.executor.speculative import Grammar
 from metainfer.kv.book.spec import GroupSpec
+
+OpenGrammar = Callable[[GrammarSpec, Sequence[int]], Grammar]
+"""A request's grammar, told what was generated before it entered."""
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class SlotTable:
         self._vocab = vocab
         self.slots = slots
         self.states: dict[int, SlotState] = {}
+        self.open_grammar: OpenGrammar | None = None
         self.page_tables: list[npt.NDArray[np.int32]] = [
             np.full((slots, group.pages_for(max_context)), -1, dtype=np.int32) for group in groups
         ]
@@ -67,6 +71,11 @@ class SlotTable:
     def _enter(self, new: NewRequest) -> None:
         if new.slot in self.states:
             raise InternalError(f"slot {new.slot} was given away twice")
+        grammar = None
+        if new.params.grammar is not None:
+            if self.open_grammar is None:
+                raise InternalError("a request with a grammar reached an executor without any")
+            grammar = self.open_grammar(new.params.grammar, new.prompt[new.prompt_len :])
         self.states[new.slot] = SlotState(
             new.request_id,
             new.params,
@@ -75,6 +84,7 @@ class SlotTable:
             new.sample_index,
             new.eos_token_ids,
             self._vocab,
+            grammar=grammar,
         )
         for table in self.page_tables:
             table[new.slot] = -1

@@ -44,6 +44,11 @@ class Grammar(Protocol):
         """These were drawn, and stay."""
         ...
 
+    @property
+    def fault(self) -> str:
+        """Why it can no longer be followed, or empty; the request then ends with it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStep:

@@ -83,7 +83,7 @@ class Scheduler:
                 ``invalid_value``) or not now (``queue_full``, status 503).
         """
         try:
-            self._check(request)
+            self.check(request)
         except RequestError:
             self.counters.rejected += 1
             raise
@@ -96,7 +96,8 @@ class Scheduler:
         self._sequences[request.request_id] = seq
         self.counters.requests += 1
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise what `add` would raise now."""
         prompt, config = len(request.prompt), self.config
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is in use.", param="request_id")

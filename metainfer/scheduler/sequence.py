@@ -64,7 +64,8 @@ class Sequence:
         self.samples = params.max_tokens > 0
         self.limit = min(self.prompt_len + params.max_tokens, max_context)
         self.stop_at = self.limit - 1 if self.samples else self.prompt_len
-        self.min_total = self.prompt_len + params.min_tokens
+        # Under a grammar an end is drawn early only where nothing else may be (`SamplingParams`).
+        self.min_total = self.prompt_len + (0 if params.grammar else params.min_tokens)
         eos = () if params.ignore_eos else request.eos_token_ids
         self.stops = frozenset(eos + params.stop_token_ids)  # membership only
         self.wants_rows = params.prompt_logprobs is not None

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 from metainfer.core.errors import RequestError
-from metainfer.core.request import Request, SamplingParams
+from metainfer.core.request import GrammarSpec, Request, SamplingParams
 from metainfer.engine.model_text import TextTools
 from metainfer.engine.protocol import EngineInfo
 from metainfer.engine.text_stream import TextStream, expand
 from metainfer.server.dialogue import conversation_of, size_of
 from metainfer.server.schemas import MAX_PROMPTS, ChatRequest, CompletionRequest, Sampling
 from metainfer.server.state import ServerConfig, ServerState
+from metainfer.server.structured import check, grammar_of, placed
 from metainfer.text.dialogue import Conversation, Prompt
 
 T = TypeVar("T")
@@ -88,6 +89,7 @@ class _Asked:
     calls: CallsMode = "text"
     one_call: bool = False
     notes: tuple[str, ...] = ()
+    grammar: GrammarSpec | None = None
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -120,7 +122,17 @@ async def chat_job(state: ServerState, body: ChatRequest, arrived: float) -> Job
         raise RequestError(
             "top_logprobs is given without logprobs.", "Set logprobs to true.", param="top_logprobs"
         )
+    wish = grammar_of(body)
     conversation = conversation_of(text, body)
+    if wish is not None and conversation.tools:
+        raise RequestError(
+            f"{wish[0]} and tools are given; an answer that may call tools follows no grammar yet.",
+            "Leave one of them out, or set tool_choice to 'none'.",
+            param=wish[0],
+            code="unsupported_parameter",
+        )
+    if wish is not None:
+        await check(wish)
     prompt = await off_loop(size_of(body), lambda: text.format.encode(conversation))
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     asked = _Asked(
@@ -132,6 +144,7 @@ async def chat_job(state: ServerState, body: ChatRequest, arrived: float) -> Job
         chat=prompt,
         calls=_calls_mode(body, conversation),
         one_call=body.parallel_tool_calls is False,
+        grammar=None if wish is None else placed(wish[1], text, prompt),
         notes=("strict_not_enforced",) if _wants_strict(conversation) else (),
     )
     return _job(state, body, info, asked)
@@ -161,6 +174,9 @@ async def completion_job(state: ServerState, body: CompletionRequest, arrived: f
             param="best_of",
             code="unsupported_parameter",
         )
+    wish = grammar_of(body)
+    if wish is not None:
+        await check(wish)
     asked = _Asked(
         prefix="cmpl",
         arrived=arrived,
@@ -169,6 +185,7 @@ async def completion_job(state: ServerState, body: CompletionRequest, arrived: f
         default_tokens=_LEGACY_MAX_TOKENS,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
+        grammar=None if wish is None else wish[1],
     )
     return _job(state, body, info, asked)
 
@@ -227,7 +244,7 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
         job.usage_always = bool(body.stream_options.continuous_usage_stats)
     for place, prompt in enumerate(asked.prompts):
         limit = _max_tokens(prompt, asked.max_tokens, asked.default_tokens, info)
-        params = sampling_params(body, limit, asked.logprobs, asked.prompt_logprobs)
+        params = sampling_params(body, limit, asked.logprobs, asked.prompt_logprobs, asked.grammar)
         params.check(info.vocab_size)
         request = Request(
             request_id=f"{job.id}-{place}",
@@ -278,9 +295,19 @@ def _max_tokens(
 
 
 def sampling_params(
-    body: Sampling, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+    body: Sampling,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    grammar: GrammarSpec | None = None,
 ) -> SamplingParams:
     """The engine's sampling parameters; None means OpenAI's default."""
+    if grammar is not None and body.ignore_eos:
+        raise RequestError(
+            "ignore_eos contradicts structured output, whose end is the answer's end.",
+            "Leave one of them out.",
+            param="ignore_eos",
+        )
     if (body.min_tokens or 0) > max_tokens:
         raise RequestError(
             f"min_tokens is {body.min_tokens}, more than the {max_tokens} that may follow.",
@@ -302,4 +329,5 @@ def sampling_params(
         min_tokens=body.min_tokens or 0,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        grammar=grammar,
     )

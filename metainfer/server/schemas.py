@@ -42,6 +42,31 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's wrapper of a schema. `strict` changes nothing: a schema is always enforced."""
+
+    name: Label | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``json_object``: any object. ``json_schema``: one that fits the schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's spelling: one of these. `json` is a schema, as an object or as its text."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+
+
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields that chat and legacy completions share. Below the blank line: extensions."""
 
@@ -66,6 +91,12 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Salt | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):
@@ -181,16 +212,16 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "best_of": (None, 1),
     "function_call": (None, "none"),
     "functions": _ABSENT,
-    "guided_json": (None,),
+    "guided_decoding_backend": (None,),
+    "guided_grammar": (None,),
+    "guided_whitespace_pattern": (None,),
     "metadata": _ABSENT,
     "modalities": (None, [], ["text"]),
     "moderation": (None,),
     "prediction": (None,),
     "prompt_logprobs": (None,),
-    "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),

@@ -60,6 +60,11 @@ class Tokenizer:
         self.vocab_size = max(vocab_size, max(vocab.values(), default=-1) + 1)
         self._bytes: dict[int, bytes] = {}
 
+    @property
+    def added_ids(self) -> tuple[int, ...]:
+        """Ids of the added vocabulary, special or not, in order."""
+        return tuple(sorted(self._added))
+
     def _role_id(self, role: str) -> int | None:
         text = self.special_tokens.get(f"{role}_token")
         return None if text is None else self._backend.token_to_id(text)

@@ -124,6 +124,8 @@ def test_b23_end_ids_and_min_tokens(engine: Engine, temperature: float, by: str,
 class NoneOfTheLast:
     """A toy grammar: no id of the latest three, and even ids only after odd places."""
 
+    fault = ""
+
     def __init__(self) -> None:
         self.drawn: list[int] = []
 

@@ -137,7 +137,11 @@ FIELDS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]},
      "unsupported_parameter", "tools"),
     ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+    ({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
+    ({"response_format": {"type": "json_schema"}},
+     "missing_required_parameter", "response_format.json_schema"),
+    ({"response_format": "json"}, "invalid_type", "response_format"),
+    ({"guided_grammar": "a"}, "unsupported_parameter", "guided_grammar"),
     ({"audio": {"voice": "x"}}, "unsupported_parameter", "audio"),
     ({"modalities": ["text", "audio"]}, "unsupported_parameter", "modalities"),
     ({"functions": [1]}, "unsupported_parameter", "functions"),
@@ -257,7 +261,8 @@ VALUES = st.recursive(
 NAMES = st.sampled_from(
     ["messages", "temperature", "top_p", "n", "stop", "stream", "stream_options", "seed",
      "logit_bias", "logprobs", "top_logprobs", "max_tokens", "min_tokens", "tools", "user",
-     "response_format", "chat_template_kwargs", "cache_salt", "stop_token_ids", "prompt", "echo"]
+     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+     "chat_template_kwargs", "cache_salt", "stop_token_ids", "prompt", "echo"]
 )  # fmt: skip
 
 

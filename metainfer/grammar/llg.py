@@ -1,0 +1,142 @@
+"""llguidance behind `Backend`: JSON schemas, regular expressions and choices as token masks.
+
+Its parser is lazy: compiling is milliseconds, each mask is computed when it is asked for. Fuel
+limits bound both, so that no schema or pattern holds a step up; hitting one ends that answer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metainfer.core.errors import RequestError
+from metainfer.core.request import GrammarSpec
+from metainfer.grammar.backend import GrammarError, Vocabulary
+from metainfer.grammar.rules import choice_regex
+
+#: Spaces between the parts of a JSON text: free, but not without end, or a model could stay there.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,  # about 20 ms
+    "step_lexer_fuel": 100_000,  # about 7 ms
+    "step_max_items": 50_000,  # about 3 ms
+    "max_lexer_states": 50_000,  # 1 to 2 KB each
+    "max_grammar_size": 200_000,
+    "max_items_in_row": 10_000,
+    "verbose_errors": False,
+}
+
+
+def require() -> None:
+    """Refuse what needs llguidance where it is not installed.
+
+    Raises:
+        RequestError: 400 ``unsupported_parameter`` with the remedy.
+    """
+    if importlib.util.find_spec("llguidance") is None:
+        raise RequestError(
+            "Structured output needs the package llguidance, which is not installed.",
+            "Install it where the server runs: pip install 'metainfer[grammar]'.",
+            code="unsupported_parameter",
+        )
+
+
+class LLGuidance:
+    """The backend over one vocabulary. Building it takes 0.1 s for 50,000 tokens."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        from llguidance import LLParserLimits, LLTokenizer
+
+        self.vocabulary = vocabulary
+        ends = list(vocabulary.ends)
+        wrapper: Any = _Wrapper(vocabulary)
+        self._tokenizer = LLTokenizer(wrapper, vocabulary.size, ends)
+        self._limits = LLParserLimits(**_LIMITS)
+
+    def compile(self, spec: GrammarSpec) -> _Compiled:
+        """See `Backend.compile`."""
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, _grammar(spec), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise GrammarError(_one_line(matcher.get_error()))
+        matcher.compute_bitmask()  # the first mask builds the lexer's start, and may hit a limit
+        if matcher.is_error():
+            raise GrammarError(_one_line(matcher.get_error()))
+        return _Compiled(matcher)
+
+
+class _Wrapper:
+    """A vocabulary in the form that llguidance reads. It asks for encodings of forced text only,
+    which nothing here uses."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = list(vocabulary.pieces)
+        self.special_token_ids = sorted({*vocabulary.control, *vocabulary.ends})
+        self.eos_token_id = vocabulary.ends[0]
+        self.bos_token_id = None
+        self.is_tokenizer_wrapper = True
+        self._bytes = {piece: i for i, piece in enumerate(self.tokens) if len(piece) == 1}
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        return [self._bytes.get(bytes([byte]), 0) for byte in data]
+
+
+class _Compiled:
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def start(self) -> _Matcher:
+        return _Matcher(self._matcher.deep_copy())
+
+
+class _Matcher:
+    __slots__ = ("_matcher",)
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def consume(self, tokens: Sequence[int]) -> int:
+        count: int = self._matcher.try_consume_tokens(list(tokens))
+        return count
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def fill(self, words: npt.NDArray[np.int32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+    @property
+    def fault(self) -> str:
+        return _one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+
+def _grammar(spec: GrammarSpec) -> str:
+    from llguidance import LLMatcher
+
+    try:
+        if spec.kind == "json":
+            options: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+            grammar: str = LLMatcher.grammar_from_json_schema(spec.text, overrides=options)
+        else:
+            pattern = spec.text if spec.kind == "regex" else choice_regex(spec.text)
+            grammar = LLMatcher.grammar_from_regex(pattern)
+    except ValueError as error:
+        raise GrammarError(_one_line(str(error))) from error
+    return grammar
+
+
+def _one_line(text: str) -> str:
+    """A cause for people out of the library's message, which may span lines and quote sources."""
+    if text.strip() in ("NoExtension", "NoExtensionBias"):
+        return "no text can match it"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith("error: ")), "")
+    first = lines[0] if lines else "unknown"
+    return (f"{first} {reason}" if reason else first)[:300].rstrip(".")
