@@ -50,7 +50,10 @@ def off(mine: Tensor, truth: Tensor) -> float:
 
 
 def fp8() -> tuple[Tensor, BlockTensor, Tensor]:
-    x, weight = grid(5, 512), encode(normal(G, 200, 512), FORMATS["fp8_128"])
+    """Every block has a size of its own: a stale or foreign scale shows."""
+    sizes = torch.exp2(torch.arange(8.0).view(2, 4) * 2 - 7).repeat_interleave(128, 0)[:200]
+    values = normal(G, 200, 512) * sizes.repeat_interleave(128, 1)
+    x, weight = grid(5, 512), encode(values, FORMATS["fp8_128"])
     return x, weight, x.double() @ decode(weight, torch.float64).T
 
 
