@@ -134,9 +134,9 @@ def _grammar(spec: GrammarSpec) -> str:
 
 def _one_line(text: str) -> str:
     """A cause for people out of the library's message, which may span lines and quote sources."""
-    if text.strip() in ("NoExtension", "NoExtensionBias"):
-        return "no text can match it"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("error: ")), "")
     first = lines[0] if lines else "unknown"
+    if first.startswith("NoExtension"):
+        return "no text can match it"
     return (f"{first} {reason}" if reason else first)[:300].rstrip(".")

@@ -1,8 +1,8 @@
 """Structured output: from a body's fields to one grammar that the engine can take.
 
 Four spellings ask for the same: OpenAI's `response_format`, vLLM's `structured_outputs` and its
-older ``guided_*`` fields. A grammar is compiled here once, over bytes, beside the event loop: what
-the library refuses is a 400 with its cause, and the engine never sees it.
+older ``guided_*`` fields. A grammar is compiled once, over bytes, in a process of its own
+(`checker`): what the library refuses is a 400 with its cause, and the engine never sees it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 from metainfer.core.errors import RequestError
 from metainfer.core.request import GrammarSpec
 from metainfer.engine.model_text import TextTools
-from metainfer.grammar.backend import GrammarError, Vocabulary
-from metainfer.grammar.llg import LLGuidance, require
+from metainfer.grammar.backend import GrammarError
+from metainfer.grammar.llg import require
 from metainfer.grammar.rules import (
     ANY_OBJECT,
     MAX_SCHEMA_CHARS,
@@ -28,12 +28,13 @@ from metainfer.grammar.rules import (
     json_spec,
     regex_spec,
 )
+from metainfer.server.checker import Checker
 from metainfer.server.schemas import ResponseFormat, Sampling, StructuredOutputs
 from metainfer.text.dialogue import Prompt
 from metainfer.text.markup import Opening
 
 CHECK_S = 5.0
-"""How long a request waits for its check, queue included; one check is bounded by fuel."""
+"""How long a request waits for its check, the queue included."""
 
 REMEMBERED = 256
 
@@ -144,38 +145,40 @@ def _ids(text: TextTools, tag: str) -> tuple[int, ...]:
 
 
 async def check(asked: Asked) -> None:
-    """Compile on a thread and forget: what the library refuses is refused here.
+    """Have it compiled elsewhere once: what the library refuses is refused here.
 
     Raises:
-        RequestError: 400 ``invalid_schema`` with the library's cause; 503 when checks queue up;
-            400 ``unsupported_parameter`` without the library.
+        RequestError: 400 ``invalid_schema`` with the library's cause; 503 ``queue_full`` when
+            checks queue up; 400 ``unsupported_parameter`` without the library.
     """
     name, spec = asked
     require()
-    if (spec.kind, spec.text) in _passed:
-        _passed.move_to_end((spec.kind, spec.text))
-        return
-    loop = asyncio.get_running_loop()
-    try:
-        await asyncio.wait_for(loop.run_in_executor(_pool(), _compile, spec), CHECK_S)
-    except GrammarError as error:
-        raise bad_grammar(f"{name} cannot be enforced: {error}.", name) from error
-    except TimeoutError as error:
-        raise RequestError(
-            f"{name} was not checked within {CHECK_S:.0f} s.",
-            "Try again later, or send a simpler one.",
-            status=503,
-            error_type="server_error",
-            code="queue_full",
-            param=name,
-            retry_after_s=1.0,
-        ) from error
-    _passed[spec.kind, spec.text] = None
-    while len(_passed) > REMEMBERED:
-        _passed.popitem(last=False)
+    key = spec.kind, spec.text
+    if key in _verdicts:
+        _verdicts.move_to_end(key)
+    else:
+        loop = asyncio.get_running_loop()
+        try:
+            cause = await asyncio.wait_for(loop.run_in_executor(_pool(), _cause, spec), CHECK_S)
+        except TimeoutError as error:
+            raise RequestError(
+                f"{name} was not checked within {CHECK_S:.0f} s.",
+                "Try again later.",
+                status=503,
+                error_type="server_error",
+                code="queue_full",
+                param=name,
+                retry_after_s=1.0,
+            ) from error
+        _verdicts[key] = cause
+        while len(_verdicts) > REMEMBERED:
+            _verdicts.popitem(last=False)
+    if _verdicts[key]:
+        raise bad_grammar(f"{name} cannot be enforced: {_verdicts[key]}.", name)
 
 
-_passed: OrderedDict[tuple[str, str], None] = OrderedDict()
+#: What recent checks found, by kind and text: the cause of a refusal, or empty.
+_verdicts: OrderedDict[tuple[str, str], str] = OrderedDict()
 
 
 @cache
@@ -184,11 +187,13 @@ def _pool() -> ThreadPoolExecutor:
 
 
 @cache
-def _bytes_backend() -> LLGuidance:
-    """The backend over single bytes and one end: enough to say whether a grammar can be had."""
-    pieces = [*(bytes([byte]) for byte in range(256)), b"<end>"]
-    return LLGuidance(Vocabulary(pieces, (256,), (256,)))
+def _checker() -> Checker:
+    return Checker()
 
 
-def _compile(spec: GrammarSpec) -> None:
-    _bytes_backend().compile(spec)
+def _cause(spec: GrammarSpec) -> str:
+    try:
+        _checker().check(spec)
+    except GrammarError as error:
+        return error.cause
+    return ""

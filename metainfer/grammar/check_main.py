@@ -1,0 +1,54 @@
+"""The process that tries grammars out: ``python -m metainfer.grammar.check_main FD``.
+
+Over the socket FD comes one JSON line per grammar, [kind, text]; back goes one JSON line, the
+library's cause or an empty text. The operating system bounds each compile: a signal ends this
+process after `CPU_S` seconds of processor time, a limit on memory at `MEMORY`. Whoever asked then
+sees the socket close, and starts another process.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import socket
+import sys
+
+from metainfer.core.request import GrammarSpec
+from metainfer.grammar.backend import GrammarError, Vocabulary
+from metainfer.grammar.llg import LLGuidance
+
+CPU_S = 0.5
+MEMORY = 4 << 30  # of address space; a few tens of MB are in use
+
+
+def bytes_backend() -> LLGuidance:
+    """The backend over single bytes and one end: enough to say whether a grammar can be had."""
+    pieces = [*(bytes([byte]) for byte in range(256)), b"<end>"]
+    return LLGuidance(Vocabulary(pieces, (256,), (256,)))
+
+
+def main() -> None:
+    """Answer until the other side closes."""
+    backend = bytes_backend()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    with socket.socket(fileno=int(sys.argv[1])) as other, other.makefile("rwb") as stream:
+        stream.write(b'""\n')  # ready
+        stream.flush()
+        for line in stream:
+            spec = GrammarSpec(*json.loads(line))
+            cause = ""
+            signal.setitimer(signal.ITIMER_PROF, CPU_S)
+            try:
+                backend.compile(spec)
+            except GrammarError as error:
+                cause = error.cause
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            stream.write(json.dumps(cause).encode() + b"\n")
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main()
