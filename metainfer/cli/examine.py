@@ -50,11 +50,17 @@ def plan_text(document: dict[str, Any]) -> str:
 
     Long lists of reasons are cut, and say so; the document has all of them.
     """
-    lines = [f"{key}: {value}" for key, value in document["capacity"].items()]
+    capacity = document["capacity"]
+    lines = [f"{key}: {value}" for key, value in capacity.items() if key != "pairs"]
+    held = ", ".join(f"{p['concurrency']} of {p['context']:,}" for p in capacity["pairs"])
+    lines += [f"sequences at once, by tokens: {held or 'none'}"]
     lines += [
-        f"  {row['kind']:<12} {row['bytes'] / 2**20:>10.1f} MiB  {row['item']}"
+        f"  {row['kind']:<13} {row['bytes'] / 2**20:>10.1f} MiB  {row['item']}"
+        + (f" ({row['share']})" if "/" in row["share"] else "")
+        + (f" in {row['memory']} memory" if row["memory"] != "device" else "")
         for row in document["ledger"]
     ]
+    lines += _layout_lines(document["layouts"])
     for row in document["decisions"]:
         if not row["key"].startswith("ops."):
             lines.append(f"{row['key']} = {row['value']}  ({row['origin']}) {row['why']}")
@@ -68,6 +74,27 @@ def plan_text(document: dict[str, Any]) -> str:
         for (site, impl, quality), found in phases.items()
     ]
     return "\n".join(lines)
+
+
+def _layout_lines(layouts: list[dict[str, Any]]) -> list[str]:
+    """One line a layout; nothing where the machine has one device."""
+    if len(layouts) == 1:
+        return []
+    lines = [
+        f"  {'layout':<10} {'cached tokens':>14} {'max context':>12} {'prefill':>9} {'decode':>8}"
+        "   tok/s, predicted"
+    ]
+    for row in layouts:
+        shown = f"  {row['name']:<10} "
+        if row["feasible"]:
+            speeds = (row["prefill_tok_s"], row["decode_tok_s"])
+            prefill, decode = ("-" if speed is None else f"{speed:,.0f}" for speed in speeds)
+            shown += f"{row['kv_tokens']:>14,} {row['max_context']:>12,} {prefill:>9} {decode:>8}"
+            shown += "" if row["built"] else "   planned only"
+        else:
+            shown += f"no: {_cut(row)}"
+        lines.append(shown)
+    return lines
 
 
 def _cut(loser: dict[str, Any], limit: int = 160) -> str:

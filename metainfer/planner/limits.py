@@ -14,9 +14,9 @@ from metainfer.core.plan import Limits
 from metainfer.core.verdict import Reason
 from metainfer.kv.book.capacity import check_limits, steady_pages
 from metainfer.kv.book.spec import GroupSpec
+from metainfer.planner.fitting import DOES_NOT_FIT
 from metainfer.planner.memory import CacheBudget, size_cache
 
-DOES_NOT_FIT = "does_not_fit"
 MIB = 1 << 20
 
 

@@ -7,27 +7,20 @@ is compared with them after loading.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from metainfer.core.errors import RefusedError
 from metainfer.core.plan import LedgerRow
 from metainfer.core.verdict import Reason
-from metainfer.kernels.impl import Layout
 from metainfer.kv.book.capacity import CacheSizes, pages_needed, steady_pages
 from metainfer.kv.book.spec import GroupKind, GroupSpec, hit_grid
-from metainfer.models.arch import Arch
 
 RESERVE_PART = 0.08
 """Share of device memory left to the framework's context and fragmentation (seed)."""
 
 HIT_PART = 1 / 16
 """Share of the cache for what windows and slot states keep beside running sequences (seed)."""
-
-PLAIN_BYTES = {"float32": 4, "int64": 8}
-"""Types of small parameters that do not follow the model's (`WeightSpec.dtype`)."""
-
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +30,6 @@ class CacheBudget:
     sizes: CacheSizes
     tokens: int
     limited_by: str
-
-
-def weight_rows(
-    arch: Arch, layouts: Mapping[str, Layout], scheme_of: Callable[[str], str], dtype: str
-) -> list[LedgerRow]:
-    """One row per op site, a shared matrix once; the tensors of a matrix may differ in scheme.
-
-    `layouts`: the bundle's layout of each role.
-    """
-    width = DTYPE_BYTES[dtype]
-    held: set[tuple[object, ...]] = set()  # membership only
-    by_site: dict[str, list[int]] = {}
-    for spec in arch.packed_weights():
-        layout = layouts[spec.role]
-        key = layout.storage(spec.tensors, spec.site)
-        if key in held:
-            continue
-        held.add(key)
-        packed = spec.shape[0] * width if spec.bias else 0
-        for name, (n, k) in zip(spec.tensors, spec.tensor_shapes(), strict=True):
-            packed += layout.nbytes(scheme_of(name), n, k) if layout.nbytes else n * k * width
-        by_site.setdefault(spec.site, []).append(packed)
-    rows = [LedgerRow(item=site, kind="weights", bytes=sum(b)) for site, b in by_site.items()]
-    plain = sum(spec.elements * PLAIN_BYTES.get(spec.dtype, width) for spec in arch.plain_weights())
-    return [*rows, LedgerRow(item="norms and small parameters", kind="weights", bytes=plain)]
 
 
 def size_cache(

@@ -14,7 +14,7 @@ Communication per layer (bf16 activations, width D, b tokens of a domain):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from metainfer.comm import model as links
 from metainfer.comm.topology import Topology, from_facts
@@ -184,14 +184,22 @@ class _Step:
         return micros / 1e6
 
     def _reduced(self, ranks: int, size: float) -> float:
-        assert self.tree is not None
-        formulas = links.PEER if self.tree.peer else links.HOST
-        return links.best(formulas, self.tree.first(ranks), int(size))[1]
+        tree = self._group(ranks)
+        return links.best(links.PEER if tree.peer else links.HOST, tree, int(size))[1]
 
     def _direct(self, ranks: int, size: float) -> float:
+        tree = self._group(ranks)
+        return links.direct(tree, int(size), through_host=not tree.peer)
+
+    def _group(self, ranks: int) -> Topology:
+        """One group's tree: every group talks at once, so each has its part of what all share."""
         assert self.tree is not None
-        tree = self.tree.first(ranks)
-        return links.direct(tree, int(size), through_host=not self.tree.peer)
+        part = ranks / self.layout.ranks
+        return replace(
+            self.tree.first(ranks),
+            dram_bytes_s=self.tree.dram_bytes_s * part,
+            crossing_bytes_s=self.tree.crossing_bytes_s * part,
+        )
 
 
 def _rounded(value: float | None) -> float | None:

@@ -16,16 +16,16 @@ from metainfer.kernels.impl import Layout
 from metainfer.kv.book.spec import CacheSpec, GroupSpec, form_groups
 from metainfer.models.arch import Arch
 from metainfer.planner import drafts
+from metainfer.planner.fitting import DOES_NOT_FIT
 from metainfer.planner.limits import (
-    DOES_NOT_FIT,
     CacheAsk,
     fit_cache,
     fit_fewer,
     longest_context,
     most_sequences,
 )
-from metainfer.planner.memory import DTYPE_BYTES, RESERVE_PART, CacheBudget, kv_rows, total
-from metainfer.planner.weights import Census, weight_rows
+from metainfer.planner.memory import RESERVE_PART, CacheBudget, kv_rows, total
+from metainfer.planner.weights import DTYPE_BYTES, Census, weight_rows
 from metainfer.platform.facts import CPU, Facts
 
 UNKNOWN_MEMORY = "unknown_memory"

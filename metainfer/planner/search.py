@@ -104,8 +104,8 @@ def search(
         raise _refusal(found, cards)
     else:
         single = found[0]
-        chosen = single if single.feasible else _best(feasible, cards.intent.goal)
-    best = _best(feasible, cards.intent.goal)
+        chosen = single if single.feasible else best_for(feasible, cards.intent.goal)
+    best = best_for(feasible, cards.intent.goal)
     _record(ledger, Found(chosen, best, found), cards, origin)
     return Found(chosen, best, found)
 
@@ -272,7 +272,7 @@ def _scales(goal: str, feasible: Sequence[Candidate]) -> tuple[_Scale, ...]:
     )
 
 
-def _best(feasible: Sequence[Candidate], goal: str) -> Candidate:
+def best_for(feasible: Sequence[Candidate], goal: str) -> Candidate:
     """First by the goal; ties by what the goal asks next, then by fewer cards."""
     scales = _scales(goal, feasible)
 

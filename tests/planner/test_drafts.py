@@ -170,6 +170,9 @@ class ShortRing:
     def __getattr__(self, name: str) -> Any:
         return getattr(ARCH, name)
 
+    def with_options(self, *given: Any) -> ShortRing:
+        return self
+
     def cache_specs(self, *given: Any) -> tuple[CacheSpec, ...]:
         return (*ARCH.cache_specs(*given), states(3))
 

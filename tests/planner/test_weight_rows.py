@@ -10,7 +10,7 @@ from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
 from metainfer.models.deepseek_v4.config import read_arch
 from metainfer.models.registry import random_config
 from metainfer.ops.catalog import builtin_registry
-from metainfer.planner.memory import weight_rows
+from metainfer.planner.weights import census, weight_rows
 
 REGISTRY = builtin_registry()
 FP8_SITES = (
@@ -39,7 +39,7 @@ def rows(layers: int, weight: str, experts: str, stored: str) -> Mapping[str, in
         return "BF16" if any(part in name for part in plain) else "fp8_128"
 
     layouts = {"weight": REGISTRY.layout(weight), "experts": REGISTRY.layout(experts)}
-    found = weight_rows(arch_of(layers), layouts, scheme_of, "bfloat16")
+    found = weight_rows(census(arch_of(layers), scheme_of), layouts, "bfloat16")
     return {row.item: row.bytes for row in found}
 
 

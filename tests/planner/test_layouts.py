@@ -1,0 +1,410 @@
+"""Layouts over several cards: which exist, what one card holds of each, which the goal takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.intent import GOALS, Intent
+from metainfer.core.ledger import Decision, Origin
+from metainfer.core.plan import DraftPlan, LayoutPlan, Limits
+from metainfer.engine.elsewhere import Elsewhere, describe
+from metainfer.models.registry import random_config, read_arch
+from metainfer.ops.catalog import builtin_registry
+from metainfer.planner.layouts import enumerate_layouts, replicas
+from metainfer.planner.opening import OpenedModel, open_model
+from metainfer.planner.predict import predict
+from metainfer.planner.ranks import Cards, Held
+from metainfer.planner.resolve import Resolved
+from metainfer.planner.search import Candidate, best_for
+from metainfer.planner.weights import Census, census
+from metainfer.platform.facts import Facts, LinkFacts
+from metainfer.platform.machine_catalog import find_machine
+
+REGISTRY = builtin_registry()
+FLASH, QWEN = "random:deepseek-v4-flash", "random:qwen3-8b"
+SIX = "8x-rtx-pro-6000d"
+MILLION = 1_048_576
+STORED = {"weight": "stored@1", "experts": "experts-stored@1", "kv": "latent-fp8@1"}
+
+
+@cache
+def opened(reference: str) -> OpenedModel:
+    return open_model(reference)
+
+
+def elsewhere(facts: Facts | None = None, machine: str = SIX) -> Elsewhere:
+    there = describe(machine)
+    return there if facts is None else replace(there, facts=facts)
+
+
+def resolved(
+    reference: str = FLASH, facts: Facts | None = None, machine: str = SIX, **wishes: Any
+) -> Resolved:
+    intent = Intent(model=reference, **wishes)
+    return elsewhere(facts, machine).resolve(opened(reference), intent)
+
+
+@cache
+def flash() -> Resolved:
+    """DeepSeek-V4-Flash on eight cards, as asked for without wishes."""
+    return resolved()
+
+
+def by_name(found: Resolved) -> dict[str, Candidate]:
+    return {each.layout.name: each for each in found.layouts}
+
+
+def decision(found: Resolved, key: str) -> Decision:
+    (only,) = [each for each in found.plan.decisions if each.key == key]
+    return only
+
+
+def with_cards(facts: Facts, count: int, **device: Any) -> Facts:
+    return replace(facts, devices=(replace(facts.device, **device),) * count)
+
+
+@cache
+def counted(reference: str) -> Census:
+    return census(opened(reference).arch, opened(reference).facts.scheme_of)
+
+
+def cards(reference: str = FLASH, running: int = 8, **device: Any) -> Cards:
+    model = opened(reference)
+    facts = find_machine(SIX).facts
+    limits = Limits(
+        max_context=min(MILLION, model.arch.max_context),
+        max_running=running,
+        step_tokens=4096,
+        mixed_prefill_tokens=512,
+        max_waiting=1,
+    )
+    return Cards(
+        intent=Intent(model=reference),
+        arch=model.arch,
+        counted=counted(reference),
+        facts=with_cards(facts, 8, **device) if device else facts,
+        dtype="bfloat16",
+        limits=limits,
+        page_tokens=256,
+        draft=DraftPlan(),
+    )
+
+
+def hold(layout: LayoutPlan, given: Cards | None = None) -> Held:
+    names = {**STORED, "index": "index-fp4@1"}
+    return (given or cards()).hold(layout, {r: REGISTRY.layout(n) for r, n in names.items()})
+
+
+def layout(name: str, devices: int = 8) -> LayoutPlan:
+    return next(each for each in enumerate_layouts(devices, 256) if each.name == name)
+
+
+# -- which exist -----------------------------------------------------------------------------------
+
+
+def test_eight_cards() -> None:
+    assert [each.name for each in enumerate_layouts(8, 256)] == [
+        "single",
+        "8x", "4xep2", "2xep4", "ep8",
+        "4xtp2", "4xtp2ep2", "2xtp2ep4", "tp2ep8",
+        "2xtp4", "2xtp4ep4", "tp4ep8",
+        "tp8", "tp8ep8",
+    ]  # fmt: skip
+    assert [each.name for each in enumerate_layouts(8, 0)] == [
+        "single", "8x", "4xtp2", "2xtp4", "tp8"
+    ]  # fmt: skip
+    assert [each.name for each in enumerate_layouts(1, 256)] == ["single"]
+
+
+@given(st.integers(1, 24), st.sampled_from((0, 8, 256)))
+def test_every_layout_is_whole_and_named_once(devices: int, experts: int) -> None:
+    found = enumerate_layouts(devices, experts)
+    assert len({each.name for each in found}) == len(found)
+    largest = max(n for n in (1, 2, 4, 8, 16) if n <= devices)
+    assert {each.ranks for each in found} == {1, largest, devices}
+    for each in found:
+        assert each.ranks % each.expert == 0 and each.context == 1
+        assert each.expert == 1 or each.expert % each.tensor == 0
+        assert replicas(each) * max(each.tensor, each.expert) == each.ranks
+        assert experts or each.expert == 1
+
+
+# -- what a card holds -----------------------------------------------------------------------------
+
+
+def sites(held: Held) -> dict[str, int]:
+    return {row.item: row.bytes for row in held.weights}
+
+
+def gigabytes(held: Held) -> tuple[float, float, float]:
+    """Routed experts, embedding, the rest: position tables and tables of token ids apart, routers
+    counted as bfloat16, as the table does."""
+    found = sites(held)
+    routed = found.pop("experts.w13") + found.pop("experts.w2")
+    embed = found.pop("embed")
+    del found["rotary tables"]
+    apart = 3 * 129280 * 6 * 8 + 2 * 43 * 256 * 4096
+    return routed / 1e9, embed / 1e9, (sum(found.values()) - apart) / 1e9
+
+
+def test_weights_of_one_of_eight_cards_are_those_of_the_table() -> None:
+    """Routed 18.4 GB, dense and head 7.8 GB replicated, embedding 1.06 GB."""
+    routed, embed, rest = gigabytes(hold(layout("ep8")))
+    assert (round(routed, 1), round(rest, 1), round(embed, 2)) == (18.4, 7.8, 1.06)
+    routed, embed, rest = gigabytes(hold(layout("tp8")))
+    assert (round(routed, 1), round(embed, 2)) == (18.4, 0.13) and 1.7 < rest < 2.8
+    routed, _, rest = gigabytes(hold(layout("2xep4")))
+    assert (round(routed, 1), round(rest, 1)) == (36.8, 7.8)
+
+
+def test_how_each_site_is_shared() -> None:
+    shares = {row.item: row.share for row in hold(layout("tp2ep8")).weights}
+    assert shares["experts.w13"] == shares["experts.w2"] == "experts/8"
+    assert shares["linear.wq_b"] == shares["embed"] == shares["linear.lm_head"] == "rows/2"
+    assert shares["linear.wo_b"] == shares["linear.shared2"] == "columns/2"
+    assert shares["linear.wqkv"] == shares["linear.index_q"] == shares["linear_f32.csa"] == "whole"
+    both = sites(hold(layout("tp2ep8"))), sites(hold(layout("ep8")))
+    for site, share in shares.items():
+        parts = int(share.split("/")[1]) if "/" in share else 1
+        before = 8 if site.startswith("experts.") else 1
+        assert both[0][site] * parts == both[1][site] * before, site
+
+
+@pytest.mark.parametrize(
+    ("kv", "index", "each"),
+    [
+        ("latent@1", "index@1", 6880.0),
+        ("latent-fp8@1", "index-fp8@1", 3850.25),
+        ("latent-fp8@1", "index-fp4@1", 3514.25),
+    ],
+)
+@pytest.mark.parametrize("name", ["tp8", "ep8"])
+def test_the_cache_is_that_of_the_table(kv: str, index: str, each: float, name: str) -> None:
+    """Bytes a token of 3.3, under tensor parallelism too: there is one latent head."""
+    names = {**STORED, "kv": kv, "index": index}
+    held = cards().hold(layout(name), {role: REGISTRY.layout(n) for role, n in names.items()})
+    tokens = held.cache.tokens
+    assert tokens % 256 == 0
+    rows = {row.item: row.logical_bytes for row in held.ledger() if row.kind == "kv"}
+    paged = sum(rows[item] or 0 for item in ("entries-1of4", "index-1of4", "entries-1of128"))
+    assert paged == each * tokens
+    assert rows["local-window128"] == held.cache.sizes.slots * 43 * 128 * (
+        1024 if kv == "latent@1" else 584
+    )
+
+
+def test_attention_domains_multiply_the_cache() -> None:
+    many = cards(running=128)
+    tp, ep = hold(layout("tp8"), many), hold(layout("ep8"), many)
+    assert (tp.cache.sizes.slots, ep.cache.sizes.slots) == (128, 16)
+    assert ep.kv_tokens == 8 * ep.cache.tokens and tp.kv_tokens == tp.cache.tokens
+    assert 5 < ep.kv_tokens / tp.kv_tokens < 8  # an expert rank holds more weights
+
+
+def test_kv_heads_are_shared_by_tensor_ranks() -> None:
+    found = by_name(resolved(QWEN))
+    for name, parts in (("single", 1), ("4xtp2", 2), ("2xtp4", 4), ("tp8", 8)):
+        held = found[name].held
+        assert held is not None
+        assert held.groups[0].form.bytes == 2 * 8 // parts * 128 * 2, name
+        assert sites(held)["linear.down"] * parts == 36 * 4096 * 12288 * 2
+
+
+def test_slabs_stand_where_peers_can_meet() -> None:
+    def memory(peer: bool | None, name: str = "tp8") -> list[str]:
+        facts = find_machine(SIX).facts
+        links = (*facts.links, LinkFacts(source=0, target=1, peer_write=True))
+        links = tuple(replace(x, peer_write=peer) if x.source >= 0 else x for x in links)
+        held = hold(layout(name), replace(cards(), facts=replace(facts, links=links)))
+        return [row.memory for row in held.ledger() if row.kind == "communication"]
+
+    assert memory(True) == ["device"] and memory(False) == memory(None) == ["pinned"]
+    assert memory(True, "ep8") == ["device"]
+    for alone in ("single", "8x"):
+        held = by_name(resolved(QWEN))[alone].held
+        assert held is not None and "communication" not in {row.kind for row in held.ledger()}
+
+
+# -- what cannot be --------------------------------------------------------------------------------
+
+
+def test_every_blocker_comes_in_one_pass() -> None:
+    """Three cards cut groups, vocabulary, blocks and experts, and are too small besides."""
+    facts = with_cards(find_machine("8x-4090").facts, 3)
+    with pytest.raises(RefusedError) as caught:
+        resolved(facts=facts, machine="8x-4090")
+    told = [r for r in caught.value.reasons if r.data["layout"] == "tp3ep3"]
+    assert [r.code for r in told].count("memory") == 1
+    text = " ".join(r.message for r in told)
+    for part in (
+        "output groups",
+        "vocabulary",
+        "experts",
+        "linear.shared13",
+        "linear.wo_b",
+        "need",
+    ):
+        assert part in text, part
+    alone = [r for r in caught.value.reasons if r.data["layout"] == "single"]
+    assert [r.code for r in alone] == ["memory"]
+
+
+def test_a_share_of_half_a_block_is_refused_for_the_plan() -> None:
+    """512 channels of an expert over 8 cards are 64: two MXFP4 groups, half an FP8 block."""
+    config = {**random_config("deepseek-v4-flash", {"layers": "2"}), "moe_intermediate_size": 512}
+    arch = read_arch(config, "narrow")
+    narrow = replace(cards(), arch=arch)
+    blocks = {**narrow.counted.blocks()}
+    assert blocks["experts.w2"] == (1, 32) and blocks["linear.shared2"] == (128, 128)
+    verdict = arch.layout_objections(layout("tp8"), blocks)
+    assert {r.data["site"] for r in verdict.reasons} == {"linear.shared13", "linear.shared2"}
+
+
+def test_uneven_kv_heads_are_refused_for_now() -> None:
+    facts = with_cards(find_machine(SIX).facts, 16)
+    found = by_name(resolved(QWEN, facts))["tp16"]
+    assert not found.feasible
+    assert "8 KV heads do not divide by 16" in [reason.message for reason in found.reasons]
+
+
+def test_a_context_that_does_not_fit_says_what_would() -> None:
+    """Weights fit one card of 96 GB in 22 layers, a million tokens of sixteen sequences do not."""
+    facts = with_cards(find_machine(SIX).facts, 1, memory_bytes=24_000_000_000)
+    with pytest.raises(RefusedError) as caught:
+        resolved(QWEN, facts)
+    advised = int(caught.value.remedy.split("--context to ")[1].rstrip(".").replace(",", ""))
+    assert resolved(QWEN, facts, context=advised).plan.limits.max_context == advised
+    with pytest.raises(RefusedError):
+        resolved(QWEN, facts, context=advised + 256)
+
+
+# -- which is taken --------------------------------------------------------------------------------
+
+
+def test_goals_take_different_layouts() -> None:
+    found, context = resolved(goal="latency"), resolved(goal="context")
+    assert found.plan.layouts[0].name == "tp8" and context.plan.layouts[0].name == "ep8"
+    assert decision(found, "layouts").origin is Origin.COST_MODEL
+    speed = {n: c.prediction.one_tok_s for n, c in by_name(found).items() if c.prediction}
+    assert max(speed, key=lambda n: speed[n] or 0) in ("tp8", "tp8ep8")
+    losers = {loser.value: loser.reasons for loser in decision(found, "layouts").losers}
+    assert set(losers) == set(by_name(found)) - {"tp8"}
+    assert [r.code for r in losers["ep8"]] == ["worse", "not-built"]
+    assert [r.code for r in losers["single"]] == ["memory"]
+    assert [r.code for r in losers["tp8ep8"]] == ["rank", "not-built"]
+    most = max(c.held.kv_tokens for c in context.layouts if c.held is not None)
+    assert context.plan.kv_tokens == most and decision(context, "layouts").origin is not Origin.SEED
+
+
+def test_what_is_asked_for_is_planned_or_refused() -> None:
+    found = resolved(parallel="2xep4")
+    assert found.plan.layouts[0] == layout("2xep4") and found.plan.kv_domains == 8
+    assert decision(found, "layouts").origin is Origin.FLAG
+    assert set(found.plan.phase_layout.values()) == {"2xep4"}
+    with pytest.raises(RefusedError) as caught:
+        resolved(parallel="single")
+    assert [reason.code for reason in caught.value.reasons] == ["memory"]
+    with pytest.raises(UsageError, match="'tp3' does not exist"):
+        resolved(parallel="tp3")
+
+
+def test_only_one_device_can_be_started() -> None:
+    found = flash()
+    refusal = found.refusal()
+    assert refusal is not None and refusal.code == "not_built"
+    assert resolved(QWEN).refusal() is None
+    assert [c.layout.name for c in found.layouts if c.built] == ["single"]
+
+
+# -- how fast --------------------------------------------------------------------------------------
+
+
+def test_one_card_by_hand() -> None:
+    """Twelve layers on an H200: bytes over the memory rate, half of that bound."""
+    found = resolved("random:deepseek-v4-flash?layers=12", machine="1x-h200", concurrency=4)
+    (only,) = found.layouts
+    assert only.held is not None and only.prediction is not None
+    weights = sites(only.held)
+    experts = weights.pop("experts.w13") + weights.pop("experts.w2")
+    dense = sum(weights.values()) - weights["embed"] - weights["rotary tables"]
+    arch, specs = found.arch, only.held.specs
+    costs = arch.costs()
+    assert costs is not None
+    read = costs.cache_reads(specs, 8192)
+    one = dense + experts * 6 / 256 + read
+    assert only.prediction.one_tok_s == pytest.approx(0.5 * 4.3e12 / one)
+    four = dense + experts * (1 - (250 / 256) ** 4) + 4 * read
+    assert only.prediction.decode_tok_s == pytest.approx(0.5 * 4 * 4.3e12 / four)
+    assert only.prediction.prefill_tok_s is not None and only.prediction.assumed == ()
+
+
+def test_the_measured_engine_lies_in_the_band() -> None:
+    """A stock engine's rows on one H200, 12 layers: 4.05 ms a step for 1 sequence, 13.0 for 128;
+    8,192 tokens in 203 ms."""
+    reference = "random:deepseek-v4-flash?layers=12"
+    found = resolved(reference, machine="1x-h200", concurrency=128, context=8192)
+    prediction = found.layouts[0].prediction
+    assert prediction is not None
+    rows = (
+        (prediction.one_tok_s, 1 / 4.05e-3),
+        (prediction.decode_tok_s, 128 / 13.0e-3),
+        (prediction.prefill_tok_s, 8192 / 0.203),
+    )
+    for predicted, measured in rows:
+        assert predicted is not None and 0.5 * predicted <= measured <= 2 * predicted
+
+
+def test_nothing_is_predicted_of_what_is_not_known() -> None:
+    unknown = resolved(machine="8x-b300", kv_bytes=40 << 30)
+    assert all(each.prediction is None for each in unknown.layouts)
+    assert decision(unknown, "goal_layout").origin is Origin.DERIVED
+    for each in flash().layouts:
+        if each.prediction is not None:
+            assert each.prediction.prefill_tok_s is None and each.prediction.decode_tok_s
+            assert any("seed" in said for said in each.prediction.assumed)
+    assert all(each.prediction is None for each in resolved(QWEN).layouts)
+
+
+def linked(rate: float) -> Facts:
+    facts = find_machine(SIX).facts
+    links = tuple(replace(x, bytes_s=rate) if x.source < 0 else x for x in facts.links)
+    return replace(facts, links=links)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from((4e9, 8e9, 12e9, 26e9, 54e9)), st.sampled_from(GOALS), st.integers(1, 256))
+def test_a_slower_link_never_raises_the_tensor_degree(rate: float, goal: str, batch: int) -> None:
+    def taken(rate: float) -> LayoutPlan:
+        facts = linked(rate)
+        predicted = [
+            replace(
+                each,
+                prediction=predict(
+                    counted(FLASH), each.held, facts, "bfloat16", running=batch, step_tokens=4096
+                ),
+            )
+            for each in flash().layouts
+            if each.held is not None
+        ]
+        return best_for(predicted, goal).layout
+
+    assert taken(rate / 2).tensor <= taken(rate).tensor
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(70, 95), st.integers(1, 40), st.sampled_from(("ep8", "tp8", "tp2ep8")))
+def test_more_memory_never_lowers_capacity(size: int, more: int, name: str) -> None:
+    def held(gigabytes: int) -> Held:
+        return hold(layout(name), cards(running=64, memory_bytes=gigabytes * 10**9))
+
+    small, large = held(size), held(size + more)
+    assert large.longest(4096, MILLION) >= small.longest(4096, MILLION)
+    assert large.kv_tokens >= small.kv_tokens
+    assert large.pairs(4096, MILLION) >= small.pairs(4096, MILLION)
