@@ -53,6 +53,17 @@ def test_every_finding_is_explained() -> None:
     assert not missing
 
 
+def test_every_field_case_is_listed() -> None:
+    listed = set(re.findall(r"^\| B-(\d+) ", (ROOT / "docs" / "field-cases.md").read_text(), re.M))
+    named = {
+        number
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for number in re.findall(r"def test_b(\d+)", path.read_text())
+    }
+    assert len(named) > 30
+    assert named <= listed
+
+
 def test_every_decision_is_listed() -> None:
     listed = (ROOT / "docs" / "adr" / "README.md").read_text()
     missing = [
