@@ -122,6 +122,10 @@ class EngineFlags:
         str | None,
         _flag("--draft", text="speculation: off, ngram:N (tokens seen before), mtp:N (a module)"),
     ] = None
+    model_option: Annotated[
+        tuple[str, ...],
+        _flag("--model-option", text="NAME=VALUE: a switch of the model's family (repeatable)"),
+    ] = ()
 
     def intent(self, model: str) -> Intent:
         """The `Intent`, with the origin of each value that the user gave."""
@@ -148,6 +152,7 @@ class EngineFlags:
             threads=self.threads,
             prefix_cache=not self.no_prefix_cache,
             draft=self.draft,
+            model_options=parse_pairs(self.model_option, "--model-option"),
             ops=parse_pairs(self.op, "--op"),
             layouts=parse_pairs(self.layout, "--layout"),
             parallel=self.parallel,

@@ -25,7 +25,8 @@ class Intent:
     implementation. `layouts`: role -> layout id. `allow_fallback`: ops that may take a reference
     path. `parallel`: how cards share the model (``single``, ``tp8``, ``ep8`` ...), by name.
     `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
-    ``mtp:N``.
+    ``mtp:N``. `model_options`: switches of the model's family, where its published code and its
+    deployments differ.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Intent:
     threads: int | None = None
     prefix_cache: bool = True
     draft: str | None = None
+    model_options: Mapping[str, str] = field(default_factory=dict)
     ops: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
     parallel: str | None = None

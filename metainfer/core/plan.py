@@ -7,7 +7,7 @@ lost): `check_origins` refuses a plan in which a value has no author. Its digest
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 
 from metainfer.core.digest import digest, to_plain
 from metainfer.core.errors import InternalError
@@ -16,7 +16,7 @@ from metainfer.core.ledger import Decision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """Which model, in which arithmetic."""
+    """Which model, in which arithmetic; `options`: switches of its family that were set."""
 
     reference: str
     family: str
@@ -24,6 +24,7 @@ class ModelPlan:
     parameters: int
     vocab_size: int
     layers: int
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from metainfer.core.errors import UsageError
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Verdict
@@ -111,6 +112,14 @@ class Arch(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
+    def with_options(self, options: Mapping[str, str]) -> Arch:
+        """The same model with switches of its family set.
+
+        Raises:
+            UsageError: no such switch or value.
+        """
+        ...
+
     def with_draft(self) -> Arch:
         """The same model with the draft layer of its checkpoint loaded beside it."""
         ...
@@ -175,3 +184,22 @@ class Arch(Protocol):
     def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:
         """Most transient bytes alive at once in a step of that many rows."""
         ...
+
+
+A = TypeVar("A", bound=Arch)
+
+
+def unknown_options(arch: A, options: Mapping[str, str], known: tuple[str, ...]) -> A:
+    """`arch`, if its family knows every switch.
+
+    Raises:
+        UsageError: naming the ones that it does not.
+    """
+    strange = sorted(set(options) - set(known))
+    if strange:
+        raise UsageError(
+            f"{arch.family} has no option {', '.join(strange)}.",
+            f"Its options: {', '.join(known) or 'none'}.",
+            code="unknown_option",
+        )
+    return arch

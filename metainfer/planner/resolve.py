@@ -84,7 +84,7 @@ class _Resolver:
     def __init__(self, intent: Intent, model: ModelFacts, facts: Facts) -> None:
         self.intent = intent
         self.model = model
-        self.arch = model.arch
+        self.arch = model.arch.with_options(intent.model_options)
         self.facts = facts
         self.ledger = DecisionLedger()
         self.seeds = _DEFAULTS.get(facts.device.kind, _ACCELERATOR)
@@ -296,6 +296,7 @@ class _Resolver:
                 parameters=self.model.parameters,
                 vocab_size=self.arch.vocab_size,
                 layers=self.arch.layers,
+                options=self.intent.model_options,
             ),
             platform=self.facts.platform,
             device=self.facts.device.name,

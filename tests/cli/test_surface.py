@@ -14,7 +14,7 @@ ENGINE = {
     "--context", "--max-model-len", "--concurrency", "--max-num-seqs", "--kv-memory",
     "--chunk-tokens", "--max-num-batched-tokens", "--page-tokens", "--block-size", "--threads",
     "--goal", "--dtype", "--platform", "--op", "--layout", "--parallel", "--allow-fallback",
-    "--no-prefix-cache", "--no-enable-prefix-caching", "--draft",
+    "--no-prefix-cache", "--no-enable-prefix-caching", "--draft", "--model-option",
 }  # fmt: skip
 SAMPLING = {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed"}
 FLAGS: dict[tuple[str, ...], set[str]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from metainfer.core.errors import ModelError
+from metainfer.core.errors import ModelError, UsageError
 from metainfer.kv.book.spec import CacheSpec, GroupKind, Rewind, form_groups
 from metainfer.models.deepseek_v4.arch import LayerKind
 from metainfer.models.deepseek_v4.caches import bytes_per_sequence, bytes_per_token, page_unit
@@ -230,3 +230,12 @@ def test_later_files_are_read() -> None:
         )
     )  # fmt: skip
     assert arch.dspark_block == 5
+
+
+def test_the_shared_experts_clamp_is_a_switch() -> None:
+    arch = read_arch(released())
+    assert arch.clamp_shared and arch.with_options({"clamp_shared": "on"}) == arch
+    assert not arch.with_options({"clamp_shared": "off"}).clamp_shared
+    for wrong in ({"clamp_shared": "maybe"}, {"clamp": "off"}):
+        with pytest.raises(UsageError, match="clamp"):
+            arch.with_options(wrong)

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from metainfer.core.errors import UsageError
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Verdict
 from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.spec import CacheSpec
-from metainfer.models.arch import Cut, WeightSpec
+from metainfer.models.arch import Cut, WeightSpec, unknown_options
 from metainfer.models.deepseek_v4 import caches, cost, placement, requests, weights
 
 FAMILY = "deepseek_v4"
@@ -106,6 +107,14 @@ class DeepSeekV4Arch:
     def count(self, *kinds: LayerKind) -> int:
         """How many layers are of these kinds."""
         return sum(kind in kinds for kind in self.kinds)
+
+    def with_options(self, options: Mapping[str, str]) -> DeepSeekV4Arch:
+        """`clamp_shared` on (default) or off: whether the shared expert is clamped."""
+        unknown_options(self, options, ("clamp_shared",))
+        value = options.get("clamp_shared", "on")
+        if value not in ("on", "off"):
+            raise UsageError(f"clamp_shared is {value!r}.", "Write clamp_shared=on or off.")
+        return replace(self, clamp_shared=value == "on")
 
     def with_draft(self) -> DeepSeekV4Arch:
         """The same model with its draft layer, which keeps a window of its own."""

@@ -18,7 +18,7 @@ from metainfer.core.verdict import Verdict
 from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.form import plain
 from metainfer.kv.book.spec import CacheSpec, GroupKind
-from metainfer.models.arch import Cut, WeightSpec
+from metainfer.models.arch import Cut, WeightSpec, unknown_options
 from metainfer.models.common.config import ConfigReader, token_ids
 from metainfer.models.common.rope import read_rope
 from metainfer.models.dense import placement
@@ -66,6 +66,10 @@ class DenseArch:
             self.kv_heads * self.head_dim,
             self.kv_heads * self.head_dim,
         )
+
+    def with_options(self, options: Mapping[str, str]) -> DenseArch:
+        """No dense family has a switch."""
+        return unknown_options(self, options, ())
 
     def with_draft(self) -> DenseArch:
         """No dense family brings a draft layer; the planner refuses the wish before it asks."""
