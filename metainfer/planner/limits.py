@@ -110,33 +110,22 @@ def fit_cache(ask: CacheAsk) -> CacheBudget:
     return sized
 
 
-def fit_fewer(ask: CacheAsk) -> CacheBudget:
-    """As `fit_cache`, with as many sequences at once as fit, at most those asked for.
-
-    Raises:
-        CacheTooSmall: not even one; about the ask itself.
-    """
-    try:
-        return fit_cache(ask)
-    except CacheTooSmall:
-        running = _fewer(ask)
-        if running is None:
-            raise
-    return fit_cache(replace(ask, running=running))
-
-
-def _fewer(ask: CacheAsk) -> int | None:
-    return _largest(1, ask.running - 1, lambda n: passes(replace(ask, running=n)))
+def most_running(ask: CacheAsk) -> int:
+    """Sequences at once that can be kept, at most those asked for; 0 when not even one can."""
+    if passes(ask):
+        return ask.running
+    return _largest(1, ask.running - 1, lambda n: passes(replace(ask, running=n))) or 0
 
 
 def advice_for(ask: CacheAsk) -> Advice:
     """What to change; every value was tried on `fit_cache`."""
     context = _largest(1, ask.context - 1, lambda n: passes(replace(ask, context=n)))
-    running = _fewer(ask)
+    running = most_running(ask) or None
     both = None
-    if context is None and running is None and ask.running > 1:
+    if context is None and running is None:
         one = _largest(1, ask.context - 1, lambda n: passes(replace(ask, context=n, running=1)))
-        both = None if one is None else (one, 1)
+        if one is not None:
+            both = (one, most_running(replace(ask, context=one)))
     return Advice(context, running, both, _enough(ask))
 
 

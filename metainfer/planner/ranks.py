@@ -20,8 +20,8 @@ from metainfer.planner.fitting import DOES_NOT_FIT
 from metainfer.planner.limits import (
     CacheAsk,
     fit_cache,
-    fit_fewer,
     longest_context,
+    most_running,
     most_sequences,
 )
 from metainfer.planner.memory import RESERVE_PART, CacheBudget, kv_rows, total
@@ -103,48 +103,68 @@ class Cards:
     )
 
     def hold(
-        self, layout: LayoutPlan, packings: Mapping[str, Layout], *, fewer: bool = False
+        self, layout: LayoutPlan, packings: Mapping[str, Layout], running: int | None = None
     ) -> Held:
-        """Everything in one bundle's packings. `fewer`: concurrency may be lowered to fit.
+        """Everything in one bundle's packings; `running`: sequences of a domain, if not its share.
 
         Raises:
             RefusedError: it does not fit, or states cannot take back the drafts.
         """
+        weights, beside, ask = self._asked(layout, packings, running)
+        cache = fit_cache(ask)
+        device = [row for row in (*weights, *beside) if row.memory == "device"]
+        beside = (*beside, *self._rest(total(device) + cache.sizes.bytes()))
+        specs, groups = self._groups(layout, packings)
+        return Held(layout, weights, specs, groups, cache, beside, ask.budget_bytes)
+
+    def most_running(self, layout: LayoutPlan, packings: Mapping[str, Layout]) -> int:
+        """Sequences of a domain, at most its share, with which `hold` succeeds; 0 for none."""
+        try:
+            *_, ask = self._asked(layout, packings)
+        except RefusedError:
+            return 0
+        return most_running(ask)
+
+    def _asked(
+        self, layout: LayoutPlan, packings: Mapping[str, Layout], running: int | None = None
+    ) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...], CacheAsk]:
+        """Weights, what stands beside weights and cache, and what is left to ask of the cache."""
         weights = weight_rows(self.counted, packings, self.dtype, layout)
-        rank = self.arch if layout.tensor == 1 else self.arch.on_rank(layout)
+        rank = self._rank(layout)
         tables = rank.table_bytes(self.limits.max_context)
         weights.append(LedgerRow(item="rotary tables", kind="weights", bytes=tables))
-        specs, groups = self._groups(layout, rank, packings)
+        _, groups = self._groups(layout, packings)
         drafts.check_rewind(self.draft, groups)
-        beside = [self._activations(layout, rank), *self._slabs(layout)]
-        held = total([*weights, *(row for row in beside if row.memory == "device")])
+        beside = (self._activations(layout, rank), *self._slabs(layout))
+        held = total([row for row in (*weights, *beside) if row.memory == "device"])
         budget, most = self._budget(layout, held)
         ask = CacheAsk(
             groups=groups,
             budget_bytes=budget,
             context=self.limits.max_context,
-            running=self.running(layout),
+            running=running or self.running(layout),
             step_tokens=self.limits.step_tokens,
             caching=self.intent.prefix_cache,
             domains=layout.data,
             most_bytes=most if most is not None and most > budget else None,
         )
-        cache = fit_fewer(ask) if fewer else fit_cache(ask)
-        beside += self._rest(held + cache.sizes.bytes())
-        return Held(layout, tuple(weights), specs, groups, cache, tuple(beside), budget)
+        return tuple(weights), beside, ask
+
+    def _rank(self, layout: LayoutPlan) -> Arch:
+        return self.arch if layout.tensor == 1 else self.arch.on_rank(layout)
 
     def running(self, layout: LayoutPlan) -> int:
         """Sequences that one domain runs at once."""
         return -(-self.limits.max_running // layout.data)
 
     def _groups(
-        self, layout: LayoutPlan, rank: Arch, packings: Mapping[str, Layout]
+        self, layout: LayoutPlan, packings: Mapping[str, Layout]
     ) -> tuple[tuple[CacheSpec, ...], tuple[GroupSpec, ...]]:
         names = {role: packing.id for role, packing in packings.items()}
         held = [names.get(role) for role in ("kv", "index")]
         key = (layout.tensor, *held)
         if key not in self._caches:
-            specs = rank.cache_specs(self.dtype, names)
+            specs = self._rank(layout).cache_specs(self.dtype, names)
             self._caches[key] = (specs, form_groups(specs, page_tokens=self.page_tokens))
         return self._caches[key]
 
@@ -185,8 +205,10 @@ class Cards:
         free = None if usable is None else usable - held
         if self.intent.kv_bytes is not None:
             most = None if memory is None else memory - held
+            if most is not None and most <= 0 and usable is not None:
+                raise self._too_large(layout, held, usable)
             if most is not None and self.intent.kv_bytes > most:
-                raise _asked_too_much(self.intent.kv_bytes, max(most, 0))
+                raise _asked_too_much(self.intent.kv_bytes, most)
             return self.intent.kv_bytes, 1 << 50 if most is None else most
         if memory is None or usable is None or free is None:
             raise RefusedError(
@@ -216,9 +238,10 @@ def _usable(memory: int) -> int:
 
 
 def _asked_too_much(asked: int, free: int) -> RefusedError:
+    data = {"need": asked, "have": free}
     return RefusedError(
         f"--kv-memory asks for {asked:,} B, {free:,} B are free beside weights and activations.",
         f"Ask for at most {free:,} B.",
-        reasons=(Reason("memory", f"{asked:,} B asked, {free:,} B free"),),
+        reasons=(Reason("memory", f"{asked:,} B asked, {free:,} B free", data),),
         code=DOES_NOT_FIT,
     )

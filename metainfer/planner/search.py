@@ -138,18 +138,23 @@ def _judge(
     """All blockers of a layout in one pass: what cannot be cut, and what memory lacks."""
     cannot = cards.arch.layout_objections(layout, cards.counted.blocks()).reasons
 
-    def attempt(names: Mapping[str, str], fewer: bool = False) -> Held:
-        packings = {role: packing_of(name) for role, name in names.items()}
-        return cards.hold(layout, packings, fewer=fewer)
+    def packings(names: Mapping[str, str]) -> dict[str, Layout]:
+        return {role: packing_of(name) for role, name in names.items()}
+
+    def attempt(names: Mapping[str, str], running: int | None = None) -> Held:
+        return cards.hold(layout, packings(names), running)
 
     try:
         try:
             chosen, held = first_that_fits(selection, attempt)
-        except CacheTooSmall:
+        except RefusedError as error:
+            bundles = [bundle.layouts for bundle in (selection.bundle, *selection.others)]
             # A concurrency that nobody asked for is a seed: it gives way before a refusal.
-            if cards.intent.concurrency is not None:
-                raise
-            chosen, held = first_that_fits(selection, lambda names: attempt(names, True))
+            seed = cards.intent.concurrency is None and error.code == DOES_NOT_FIT
+            fewer = max(cards.most_running(layout, packings(b)) for b in bundles) if seed else 0
+            if not fewer:
+                raise _advisable(error, bundles, attempt) from None
+            chosen, held = first_that_fits(selection, lambda names: attempt(names, fewer))
     except RefusedError as error:
         if error.code not in _ROOM:
             raise
@@ -172,6 +177,23 @@ def _judge(
         longest=held.longest(step, limit),
         pairs=held.pairs(step, limit),
     )
+
+
+def _advisable(
+    error: RefusedError,
+    bundles: Sequence[Mapping[str, str]],
+    attempt: Callable[[Mapping[str, str]], Held],
+) -> RefusedError:
+    """The refusal of a bundle whose weights fit, if there is one: its limits can be lowered."""
+    found = []
+    for names in bundles if error.code == DOES_NOT_FIT else ():
+        try:
+            attempt(names)
+        except CacheTooSmall as small:
+            found.append(small)
+        except RefusedError:
+            continue
+    return min(found, key=lambda small: _short(small.reasons), default=error)
 
 
 def _reach(error: RefusedError) -> int | None:
@@ -222,12 +244,17 @@ def _refusal(found: Sequence[Candidate], cards: Cards) -> RefusedError:
 
 def _lacking(candidate: Candidate) -> tuple[bool, int]:
     """Weights that do not fit lack more than a cache that does not; then bytes."""
+    return not isinstance(candidate.error, CacheTooSmall), _short(candidate.reasons)
+
+
+def _short(reasons: Sequence[Reason]) -> int:
+    """Bytes that are lacking."""
     short = 0
-    for reason in candidate.reasons:
+    for reason in reasons:
         need, have = reason.data.get("need"), reason.data.get("have")
         if isinstance(need, int) and isinstance(have, int):
             short += need - have
-    return not isinstance(candidate.error, CacheTooSmall), short
+    return short
 
 
 # -- goals -----------------------------------------------------------------------------------------
