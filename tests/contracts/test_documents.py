@@ -64,6 +64,13 @@ def test_every_field_case_is_listed() -> None:
     assert named <= listed
 
 
+def test_every_benchmark_is_listed() -> None:
+    listed = (ROOT / "benchmarks" / "README.md").read_text()
+    scripts = [path.name for path in (ROOT / "benchmarks").glob("*.py")]
+    assert scripts
+    assert not [name for name in scripts if f"`{name}`" not in listed]
+
+
 def test_every_decision_is_listed() -> None:
     listed = (ROOT / "docs" / "adr" / "README.md").read_text()
     missing = [
