@@ -168,7 +168,14 @@ class Engine:
             RequestError: it cannot run; says why.
         """
         resolved = self._ready()
-        request.params.check(resolved.arch.vocab_size)
+        vocab = resolved.arch.vocab_size
+        request.params.check(vocab)
+        for token in (min(request.prompt, default=0), max(request.prompt, default=0)):
+            if not 0 <= token < vocab:
+                raise RequestError(
+                    f"token id {token} is out of range; the vocabulary has {vocab} tokens.",
+                    param="prompt",
+                )
         if request.params.seed is None and not request.params.greedy:
             params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, params=params)
