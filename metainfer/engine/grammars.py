@@ -26,7 +26,12 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Voc
     """The first `size` ids of a tokenizer as a grammar sees them."""
     control = tuple(i for i in tokenizer.added_ids if i < size)
     pieces = [tokenizer.token_bytes(token) for token in range(size)]
-    return Vocabulary(pieces, tuple(i for i in ends if i < size), control)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special=False, parse_special=False)
+
+    encode("a")  # the tokenizer builds its literal twin at first use, which takes a moment
+    return Vocabulary(pieces, tuple(i for i in ends if i < size), control, encode)
 
 
 def open_library(reference: str, size: int, ends: tuple[int, ...]) -> tuple[Library | None, str]:

@@ -95,6 +95,8 @@ def finish_runs(
             continue
         if any(bad[row - count : row - count + len(kept)]):
             error = "the model's logits hold NaN or infinity for this request"
+            if state.grammar is not None:
+                error += ", or its grammar leaves no token"
             results.append(RunResult(run.slot, error=error))
             continue
         if state.grammar is not None and kept:

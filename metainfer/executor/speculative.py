@@ -36,7 +36,7 @@ class Grammar(Protocol):
         """bool [V]: what may follow everything accepted and then `ahead`.
 
         `ahead` may be what the grammar itself forbids: then any answer is right, since a row behind
-        a forbidden draft is never used.
+        a forbidden draft is never used. All False where nothing may follow.
         """
         ...
 

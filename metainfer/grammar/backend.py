@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from metainfer.core.errors import MetaInferError
 from metainfer.core.request import GrammarSpec
+
+DEAD_END = "no token of this model spells what has to come next"
 
 
 class GrammarError(MetaInferError):
@@ -23,11 +25,14 @@ class GrammarError(MetaInferError):
 class Vocabulary:
     """The tokens that a mask speaks of. `pieces[i]`: bytes of id `i`, empty where it stands for
     nothing. `ends`: ids that end an answer. `control`: ids that are no text (special and added
-    tokens, ends among them): no grammar lets them through except the ends."""
+    tokens, ends among them): no grammar lets them through except the ends. `encode`: ids of a text
+    as the model knows it, for text that a grammar forces; without it, and where it adds to
+    a text, the longest pieces are taken."""
 
     pieces: Sequence[bytes]
     ends: tuple[int, ...]
     control: tuple[int, ...]
+    encode: Callable[[str], Sequence[int]] | None = None
 
     @property
     def size(self) -> int:
@@ -48,6 +53,11 @@ class Matcher(Protocol):
     def fill(self, words: npt.NDArray[np.int32]) -> None:
         """Bit i of `words` [ceil(V / 32)], lowest first: id i may come next. An end may come where
         the answer is complete; where nothing else may, only ends may."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer may end here."""
         ...
 
     @property

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from metainfer.core.errors import RequestError
 from metainfer.core.request import GrammarSpec
-from metainfer.grammar.backend import GrammarError, Vocabulary
+from metainfer.grammar.backend import DEAD_END, GrammarError, Vocabulary
 from metainfer.grammar.rules import choice_regex
 
 #: Spaces between the parts of a JSON text: free, but not without end, or a model could stay there.
@@ -72,8 +72,8 @@ class LLGuidance:
 
 
 class _Wrapper:
-    """A vocabulary in the form that llguidance reads. It asks for encodings of forced text only,
-    which nothing here uses."""
+    """A vocabulary in the form that llguidance reads. It asks for the encoding of forced text, and
+    masks out other spellings of it: what a model would not write by itself."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = list(vocabulary.pieces)
@@ -81,11 +81,32 @@ class _Wrapper:
         self.eos_token_id = vocabulary.ends[0]
         self.bos_token_id = None
         self.is_tokenizer_wrapper = True
-        self._bytes = {piece: i for i, piece in enumerate(self.tokens) if len(piece) == 1}
+        self._encode = vocabulary.encode
+        hidden = set(self.special_token_ids)
+        self._ids = {p: i for i, p in enumerate(self.tokens) if p and i not in hidden}
+        self._longest = max(map(len, self._ids), default=0)
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        data = text.encode() if isinstance(text, str) else text
-        return [self._bytes.get(bytes([byte]), 0) for byte in data]
+    def __call__(self, text: str) -> list[int]:
+        """Ids that spell exactly `text`, or as far as the vocabulary goes and then an end."""
+        wanted = text.encode()
+        if self._encode is not None:
+            ids = list(self._encode(text))
+            if b"".join(self.tokens[i] if i < len(self.tokens) else b"" for i in ids) == wanted:
+                return ids
+        return self._greedy(wanted)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        ids: list[int] = []
+        at = 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._longest), at, -1)
+            end = next((end for end in ends if text[at:end] in self._ids), None)
+            if end is None:
+                # What is returned is believed: an end where none may be is found by `state`.
+                return [*ids, self.eos_token_id]
+            ids.append(self._ids[text[at:end]])
+            at = end
+        return ids
 
 
 class _Compiled:
@@ -113,8 +134,15 @@ class _Matcher:
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     @property
+    def complete(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+    @property
     def fault(self) -> str:
-        return _one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        if not self._matcher.is_error():
+            return ""
+        text: str = self._matcher.get_error()
+        return DEAD_END if text.startswith("NoExtension") else _one_line(text)
 
 
 def _grammar(spec: GrammarSpec) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metainfer.core.request import GrammarSpec
-from metainfer.grammar.backend import Compiled, Matcher, Vocabulary
+from metainfer.grammar.backend import DEAD_END, Compiled, Matcher, Vocabulary
 
 
 class _Place(Enum):
@@ -26,7 +26,8 @@ class GrammarState:
     """One request's grammar. Not thread-safe."""
 
     __slots__ = (
-        "_ended", "_fault", "_matcher", "_place", "_spec", "_tail", "_vocabulary", "_words",
+        "_ended", "_fault", "_matcher", "_place", "_spec", "_tail",
+        "_taken", "_vocabulary", "_words",
         "compiled",
     )  # fmt: skip
 
@@ -37,6 +38,7 @@ class GrammarState:
         self._vocabulary = vocabulary
         self._words = np.zeros(-(-vocabulary.size // 32), np.int32)
         self._tail: tuple[int, ...] = ()
+        self._taken: list[int] = []  # of the answer
         self._ended = False
         self._fault = ""
         self._place = _Place.ANSWER
@@ -54,6 +56,7 @@ class GrammarState:
         if not answer or self._ended or self._fault:
             return
         used = self._matcher.consume(answer)
+        self._taken += answer
         ends = self._vocabulary.ends
         self._ended = any(token in ends for token in answer)
         self._fault = self._matcher.fault
@@ -63,7 +66,8 @@ class GrammarState:
     def allowed(self, ahead: Sequence[int]) -> npt.NDArray[np.bool_]:
         """bool [V]: what may follow everything accepted and then `ahead`.
 
-        All False once the grammar has a fault: the request then ends with it.
+        All False where the grammar cannot go on. That is a `fault` where it was asked about the
+        place reached, and no more than this row's end behind drafts, which may come to nothing.
         """
         place, _, answer = self._walk(ahead)
         size = self._vocabulary.size
@@ -76,18 +80,38 @@ class GrammarState:
         used = self._matcher.consume(answer) if answer else 0
         reached = used == len(answer)  # else behind a forbidden draft, or behind the end
         if reached:
+            self._words[:] = 0  # at a dead end the matcher may leave them as they were
             self._matcher.fill(self._words)
-        self._fault = self._matcher.fault
-        if self._fault:
-            return np.zeros(size, np.bool_)
+        fault = self._matcher.fault or (self._dead_end() if reached else "")
         if used:
-            self._matcher.rollback(used)
+            self._return(used)
+        if fault:
+            if not ahead:
+                self._fault = fault
+            return np.zeros(size, np.bool_)
         if not reached:
             return np.ones(size, np.bool_)
         bits = np.unpackbits(self._words.view(np.uint8), count=size, bitorder="little")
         if place is _Place.OPENING and self._spec.opening is not None:
             bits[self._spec.opening] = 1
         return bits.view(np.bool_)
+
+    def _dead_end(self) -> str:
+        """Why nothing may follow: a vocabulary may lack bytes on which a grammar insists."""
+        if self._words.any() and (np.count_nonzero(self._words) > 2 or self._matcher.complete):
+            return ""
+        ends = self._vocabulary.ends
+        rest = np.unpackbits(self._words.view(np.uint8), bitorder="little")
+        rest[list(ends)] = 0
+        return "" if rest.any() else DEAD_END
+
+    def _return(self, count: int) -> None:
+        """Back over `count` tokens ahead; a matcher that ran into a limit starts again."""
+        if not self._matcher.fault:
+            self._matcher.rollback(count)
+            return
+        self._matcher = self.compiled.start()
+        self._matcher.consume(self._taken)
 
     def _walk(self, tokens: Sequence[int]) -> tuple[_Place, tuple[int, ...], list[int]]:
         """The place behind `tokens`, the latest ids of reasoning, and the ids of the answer."""

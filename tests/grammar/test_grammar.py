@@ -151,6 +151,40 @@ def test_a_forbidden_token_is_a_fault() -> None:
     assert "forbids" in state.fault and not state.allowed(()).any()
 
 
+def test_what_a_vocabulary_cannot_spell_is_a_fault_where_it_is_reached() -> None:
+    """Some vocabularies lack bytes. Behind a draft it is this row's end only."""
+    pieces = [b"" if piece == b"z" else piece for piece in VOCABULARY.pieces]
+    library = Library(LLGuidance(Vocabulary(pieces, VOCABULARY.ends, VOCABULARY.control)))
+    spec = GrammarSpec("regex", "a(zz|bb)|a+b*")
+    state = library.open(GrammarSpec("regex", "azz|bb"), ())
+    assert not state.allowed([ord("a")]).any() and not state.fault
+    assert state.allowed([ord("b")]).nonzero()[0].tolist() == [ord("b")]
+    state.accept([ord("a")])
+    assert not state.allowed(()).any() and "spells" in state.fault
+    other = library.open(spec, [ord("a")])
+    assert other.allowed(()).any() and not other.fault
+
+
+def test_a_limit_behind_a_draft_is_not_the_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    from metainfer.grammar.llg import _Matcher
+
+    state = LIBRARY.open(GrammarSpec("regex", "a[bc]d+"), [ord("a")])
+    own = _Matcher.fault.fget  # type: ignore[attr-defined]
+    filled = _Matcher.fill
+    hit: list[bool] = []
+
+    def fill(self: Any, words: Any) -> None:
+        filled(self, words)
+        hit.append(True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Matcher, "fill", fill)
+        patch.setattr(_Matcher, "fault", property(lambda self: "too hard" if hit else own(self)))
+        assert not state.allowed([ord("b")]).any()
+    assert not state.fault
+    assert state.allowed(()).nonzero()[0].tolist() == [ord("b"), ord("c")]
+
+
 @pytest.mark.parametrize("after", [(DONE,), tuple(b"</t>")])
 def test_reasoning_is_free_and_does_not_end_the_answer(after: tuple[int, ...]) -> None:
     spec = GrammarSpec("regex", "[0-9]x", after=after)
