@@ -6,7 +6,8 @@ Random JSON schemas (hypothesis, seeded) are answered twice. By an engine over a
 in batches of 25 at temperatures 0 to 2: every answer that ends must fit its schema. And by drawing
 from the masks over MODEL's vocabulary without a model, uniformly (which tries to break out all the
 time) and by the longest token, with one mask a token timed: compute and unpack to V flags, then
-accept. `unspellable`: a schema insists on a character for which the vocabulary has no bytes.
+accept; by the wall's time and by this thread's own (what an idle machine would take).
+`unspellable`: a schema insists on a character for which the vocabulary has no bytes.
 Prints one JSON document.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import warnings
@@ -29,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "grammar"))
 
 from schemas import schemas
 
+from metainfer.bench.conditions import commit
 from metainfer.core.intent import Intent
 from metainfer.core.request import FinishReason, Request, SamplingParams
 from metainfer.engine.engine import Engine
@@ -113,7 +116,7 @@ def masks(wanted: list[dict[str, Any]], vocabulary: Vocabulary) -> dict[str, Any
     library = Library(LLGuidance(vocabulary), kept=len(wanted))
     lengths = np.array([len(piece) for piece in vocabulary.pieces])
     rng = np.random.default_rng(0)
-    compiles, first, later, accepts = [], [], [], []
+    compiles, first, later, accepts, processor = [], [], [], [], []
     count = {"ended": 0, "cut": 0, "invalid": 0, "unspellable": 0, "failed": 0}
     for number, schema in enumerate(wanted):
         spec = json_spec(schema, "schema")
@@ -123,8 +126,9 @@ def masks(wanted: list[dict[str, Any]], vocabulary: Vocabulary) -> dict[str, Any
         state = library.open(spec, ())
         drawn: list[int] = []
         while True:
-            begin = time.perf_counter()
+            own, begin = time.thread_time(), time.perf_counter()
             allowed = state.allowed(())
+            processor.append(time.thread_time() - own)
             (later if drawn else first).append(time.perf_counter() - begin)
             ids = allowed.nonzero()[0]
             if state.fault:
@@ -146,6 +150,7 @@ def masks(wanted: list[dict[str, Any]], vocabulary: Vocabulary) -> dict[str, Any
     return count | {
         "compile_ms": spread(compiles),
         "mask_ms": spread(first + later),
+        "mask_processor_ms": spread(processor),
         "first_mask_ms": spread(first),
         "accept_ms": spread(accepts),
     }
@@ -170,6 +175,10 @@ def main() -> None:
 
     wanted = draw(options.schemas)
     report: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit(),
+        "load_average": os.getloadavg()[0],
+        "cpus": os.cpu_count(),
         "schemas": len(wanted),
         "llguidance": llguidance.get_version(),
         "hypothesis": hypothesis.__version__,

@@ -21,6 +21,9 @@ from metainfer.grammar.rules import choice_regex
 #: Spaces between the parts of a JSON text: free, but not without end, or a model could stay there.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 
+SHORT_CHARS, KNOWN_TEXTS = 64, 4096
+"""Spellings of short forced texts are kept: quotes, braces and names of keys come again."""
+
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # about 20 ms
     "step_lexer_fuel": 100_000,  # about 7 ms
@@ -82,12 +85,23 @@ class _Wrapper:
         self.bos_token_id = None
         self.is_tokenizer_wrapper = True
         self._encode = vocabulary.encode
+        self._known: dict[str, list[int]] = {}
         hidden = set(self.special_token_ids)
         self._ids = {p: i for i, p in enumerate(self.tokens) if p and i not in hidden}
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
         """Ids that spell exactly `text`, or as far as the vocabulary goes and then an end."""
+        found = self._known.get(text)
+        if found is None:
+            found = self._spell(text)
+            if len(text) <= SHORT_CHARS:
+                if len(self._known) >= KNOWN_TEXTS:
+                    self._known.clear()
+                self._known[text] = found
+        return found
+
+    def _spell(self, text: str) -> list[int]:
         wanted = text.encode()
         if self._encode is not None:
             ids = list(self._encode(text))
