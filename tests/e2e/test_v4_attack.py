@@ -103,6 +103,7 @@ def _poison(engine: Engine, slots: tuple[int, ...]) -> None:
         if isinstance(pool, RowPool):
             pool.data[:, list(slots)] = float("nan")
     for group, pages in zip(domain.kv.paged, domain.kv.pools, strict=True):
-        store.pools[group.index].data[:, pages.free] = float("nan")  # type: ignore[attr-defined]
+        unowned = [0, *pages.free]
+        store.pools[group.index].data[:, unowned] = float("nan")  # type: ignore[attr-defined]
     for number, places in domain.kv.snapshots.items():
         store.pools[number].saved[:, places.free] = float("nan")  # type: ignore[attr-defined]
