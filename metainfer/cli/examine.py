@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
 from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
 from metainfer.cli.output import Result
@@ -14,6 +16,14 @@ Model = Annotated[str | None, Parameter(name=("--model", "-m"), help="model refe
 MachineName = Annotated[
     str | None, Parameter(name="--machine", help="machine name or FILE.toml; default: this one")
 ]
+
+
+def app() -> App:
+    """``plan`` with its verb ``diff``."""
+    group = App(name="plan")
+    group.default(plan)
+    group.command(diff, name="diff")
+    return group
 
 
 def plan(
@@ -43,6 +53,45 @@ def plan(
     here.recall(here.resolve(opened, intent).plan.model.dtype)
     document = plan_document(here.resolve(opened, intent))
     return Result(document, plan_text(document))
+
+
+def diff(
+    before: Annotated[Path, Parameter(help="what plan --json printed")],
+    after: Annotated[Path, Parameter(help="what it printed another time")],
+    /,
+    *,
+    as_json: Json = False,
+) -> Result:
+    """What two plans decide otherwise, and what weighs more. Exit 1 when they differ.
+
+    Example: metainfer plan diff yesterday.json today.json
+    """
+    from metainfer.planner.diff import plan_diff
+
+    found = plan_diff(_read(before), _read(after))
+    lines = []
+    for part in ("values", "ledger", "capacity", "layouts"):
+        for row in found[part]:
+            more = f" ({row['bytes'] / 2**20:+,.1f} MiB)" if "bytes" in row else ""
+            lines.append(f"{part} {row['key']}: {row['before']} -> {row['after']}{more}")
+            lines += [f"    {why}" for why in dict.fromkeys(row.get("why", ())) if why]
+    return Result(found, "\n".join(lines) or "the same plan", code=0 if found["same"] else 1)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A plan document from a file.
+
+    Raises:
+        UsageError: it cannot be read, or is something else.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}.", "Write it with plan --json.") from None
+    wanted = {"plan", "ledger", "capacity", "layouts", "decisions"}
+    if not isinstance(document, dict) or not wanted <= document.keys():
+        raise UsageError(f"{path} holds no plan.", "Write it with plan --json.")
+    return document
 
 
 def plan_text(document: dict[str, Any]) -> str:

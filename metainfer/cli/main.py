@@ -36,7 +36,7 @@ def build() -> App:
     app.command(chat.chat, name="chat")
     app.command(generate.generate, name="generate")
     app.command(doctor.doctor, name="doctor")
-    app.command(examine.plan, name="plan")
+    app.command(examine.app())
     app.command(kernels.app())
     app.command(bench.app())
     app.command(convert.convert, name="convert")

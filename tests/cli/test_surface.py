@@ -30,6 +30,7 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
         "--save-host-text", "--engine", "--engine-args", "--json",
     },
     ("plan",): ENGINE | {"--model", "--machine", "--json"},
+    ("plan", "diff"): {"--json"},
     ("kernels", "list"): {"--json"},
     ("kernels", "compile"): {"--target", "--plan", "--json"},
     ("bench", "offline"): ENGINE | {

@@ -218,12 +218,18 @@ def test_b20_a_concurrency_that_nobody_asked_for_gives_way_on_the_record() -> No
 def test_b20_the_cache_of_thrifty_weights_is_what_the_advice_is_about() -> None:
     """Weights unpacked to sixteen bits lack a little, those as stored lack some cache: advice on
     the cache can be followed, advice on the weights cannot."""
-    flash: dict[str, Any] = {"reference": "random:deepseek-v4-flash", "parallel": "ep8"}
+    flash = open_model("random:deepseek-v4-flash")
+    there = describe("8x-5090")
+    device = replace(there.facts.device, memory_bytes=34_000_000_000)
+    there = replace(there, facts=replace(there.facts, devices=(device,) * 8))
+    wishes: dict[str, Any] = {"model": flash.source.reference, "parallel": "ep8"}
+    wishes["concurrency"] = 512
     with pytest.raises(RefusedError) as caught:
-        resolved(**flash, machine="8x-5090", concurrency=512)
+        there.resolve(flash, Intent(**wishes))
     assert "--concurrency to" in caught.value.remedy or "--context to" in caught.value.remedy
-    for wish in applied({**flash, "machine": "8x-5090", "concurrency": 512}, caught.value.remedy):
-        assert resolved(**wish).plan.layouts[0].name == "ep8"
+    for wish in applied(wishes, caught.value.remedy):
+        found = there.resolve(flash, Intent(**wish))
+        assert found.plan.layouts[0].name == "ep8" and found.plan.bundle["weight"] == "stored@1"
 
 
 @pytest.mark.parametrize("reference", ["random:deepseek-v4-flash", "random:qwen3-8b"])
