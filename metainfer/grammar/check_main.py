@@ -13,12 +13,17 @@ import resource
 import signal
 import socket
 import sys
+import time
+
+import numpy as np
 
 from metainfer.core.request import GrammarSpec
-from metainfer.grammar.backend import GrammarError, Vocabulary
+from metainfer.grammar.backend import GrammarError, Matcher, Vocabulary
 from metainfer.grammar.llg import LLGuidance
 
 CPU_S = 0.5
+MASK_S = 0.02
+STEPS = 24
 MEMORY = 4 << 30  # of address space; a few tens of MB are in use
 
 
@@ -26,6 +31,26 @@ def bytes_backend() -> LLGuidance:
     """The backend over single bytes and one end: enough to say whether a grammar can be had."""
     pieces = [*(bytes([byte]) for byte in range(256)), b"<end>"]
     return LLGuidance(Vocabulary(pieces, (256,), (256,)))
+
+
+def _walk(matcher: Matcher, vocabulary: Vocabulary) -> None:
+    """Follow a grammar for some steps and look at what its masks cost.
+
+    Text that a grammar forces is spelled anew for every mask, so a forced text of a megabyte, which
+    ``x{2}{2}{2}...`` makes, would hold each step of the engine up.
+
+    Raises:
+        GrammarError: a mask takes longer than `MASK_S`.
+    """
+    words = np.zeros(-(-vocabulary.size // 32), np.int32)
+    for _ in range(STEPS):
+        begin = time.process_time()
+        matcher.fill(words)
+        if time.process_time() - begin > MASK_S:
+            raise GrammarError(f"a step under it takes more than {1e3 * MASK_S:.0f} ms")
+        ids = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0]
+        if not len(ids) or int(ids[-1]) in vocabulary.ends or not matcher.consume([int(ids[-1])]):
+            return
 
 
 def main() -> None:
@@ -42,7 +67,7 @@ def main() -> None:
             cause = ""
             signal.setitimer(signal.ITIMER_PROF, CPU_S)
             try:
-                backend.compile(spec)
+                _walk(backend.compile(spec).start(), backend.vocabulary)
             except GrammarError as error:
                 cause = error.cause
             signal.setitimer(signal.ITIMER_PROF, 0)

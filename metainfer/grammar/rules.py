@@ -15,6 +15,8 @@ from metainfer.core.request import GrammarSpec
 
 MAX_SCHEMA_CHARS = 65_536
 MAX_SCHEMA_DEPTH = 64
+MAX_TEXT_CHARS = 4_096  # of one text in a schema: what is forced is spelled anew for every mask
+REMARKS = ("description", "$comment")  # texts that no answer holds
 MAX_REGEX_CHARS = 8_192
 MAX_CHOICES = 1_024
 MAX_CHOICE_CHARS = 32_768  # of all choices together
@@ -38,6 +40,13 @@ def json_spec(schema: object, param: str) -> GrammarSpec:
     if _deeper_than(schema, MAX_SCHEMA_DEPTH):
         raise bad_grammar(
             f"{param} is nested more than {MAX_SCHEMA_DEPTH} levels deep.", param, "Flatten it."
+        )
+    longest = _longest_text(schema)
+    if longest > MAX_TEXT_CHARS:
+        raise bad_grammar(
+            f"{param} holds a text of {longest} characters, at most {MAX_TEXT_CHARS} may be.",
+            param,
+            "Shorten it.",
         )
     text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     if len(text) > MAX_SCHEMA_CHARS:
@@ -89,6 +98,21 @@ def choice_regex(text: str) -> str:
 def _literal(char: str) -> str:
     # Letters and digits of ASCII mean themselves everywhere; the rest is written by number.
     return char if char.isascii() and char.isalnum() else f"\\u{{{ord(char):X}}}"
+
+
+def _longest_text(schema: dict[str, Any]) -> int:
+    """The length of the longest key or value; the schema is not deep."""
+    longest = 0
+    rest: list[Any] = [schema]
+    for item in rest:  # grows as it is walked
+        if isinstance(item, str):
+            longest = max(longest, len(item))
+        elif isinstance(item, dict):
+            rest += item
+            rest += [v for k, v in item.items() if not (k in REMARKS and isinstance(v, str))]
+        elif isinstance(item, list):
+            rest += item
+    return longest
 
 
 def _deeper_than(value: Any, limit: int) -> bool:

@@ -241,7 +241,16 @@ def nested(levels: int) -> dict[str, Any]:
 
 def test_bounds_come_before_the_library() -> None:
     json_spec(nested(MAX_SCHEMA_DEPTH), "s")
-    for bad in (nested(MAX_SCHEMA_DEPTH + 1), nested(5000), [], None, {"a": "x" * 70_000}):
+    json_spec({"description": "x" * 5000}, "s")
+    for bad in (
+        nested(MAX_SCHEMA_DEPTH + 1),
+        nested(5000),
+        [],
+        None,
+        {"a": "x" * 4097},
+        {"x" * 4097: 1},
+        [1],
+    ):
         with pytest.raises(RequestError, match="s "):
             json_spec(bad, "s")
     for make, bad in (
