@@ -163,7 +163,9 @@ def _bytes(each: Stored, packing: Layout, width: int, kind: Cut, parts: int) -> 
     n, k, count, bias = each.n, each.k, each.count, each.bias * width
 
     def nbytes(n: int, k: int) -> int:
-        return packing.nbytes(each.scheme, n, k) if packing.nbytes else n * k * width
+        if packing.nbytes is None or each.site.partition(".")[0] in packing.decoded:
+            return n * k * width
+        return packing.nbytes(each.scheme, n, k)
 
     if kind is Cut.ROWS and n % parts == 0:
         return count * nbytes(n // parts, k) + -(-bias // parts)

@@ -5,7 +5,7 @@ import dataclasses
 from metainfer.core.verdict import ACCEPT, Verdict
 from metainfer.formats.blocks import FORMATS
 from metainfer.formats.schemes import BLOCKS, tensor_bytes
-from metainfer.kernels.conditions import package, weight_schemes
+from metainfer.kernels.conditions import custom, package, weight_schemes
 from metainfer.kernels.cost import linear_operations, linear_traffic, roofline, width
 from metainfer.kernels.impl import Context, Layout, Numerics
 from metainfer.ops.declare import (
@@ -13,7 +13,9 @@ from metainfer.ops.declare import (
     C_ON_CPU,
     DENSE,
     FLOAT32,
+    HALVES,
     ON_CPU,
+    ON_CUDA,
     PLAIN,
     RECIPE,
     STORED,
@@ -75,6 +77,7 @@ LAYOUTS = (
         pack="metainfer.ops.linear.stored:pack",
         schemes=PLAIN | BLOCK_SCALED,
         nbytes=stored_bytes,
+        decoded=frozenset({"out_group"}),  # the recipe multiplies it in the model's type
     ),
 )
 
@@ -84,6 +87,16 @@ def _library(context: Context) -> float | None:
     parts = (0.5, 0.45) if context.facts.device.kind == "cpu" else (0.75, 0.75)
     cost = roofline(linear_traffic(), linear_operations, part=parts[0], compute_part=parts[1])
     return cost(context)
+
+
+def _keeps_sums(context: Context) -> bool:
+    """The library gives float32 results without widening what it multiplies."""
+    return width(context) >= 4 or context.facts.device.kind == "cuda"
+
+
+def _own_type(context: Context) -> bool:
+    own = {"bfloat16": "BF16", "float16": "F16"}.get(context.request.dtype)
+    return set(context.request.schemes) == {own}
 
 
 def _stored_traffic(context: Context) -> float:
@@ -179,7 +192,7 @@ IMPLS = TRITON_IMPLS + tuple(
             "linear.torch_dense:linear_f32",
             requires_layout=DENSE,
             numerics=Numerics.NATIVE,
-            cost=lambda c: _library(c) if width(c) >= 4 else _widened(c),
+            cost=lambda c: _library(c) if _keeps_sums(c) else _widened(c),
         ),
         portable(
             "linear_f32",
@@ -190,6 +203,21 @@ IMPLS = TRITON_IMPLS + tuple(
             numerics=Numerics.NATIVE,
             graph_safe=False,
             cost=_recipe,
+        ),
+        portable(
+            "linear_f32",
+            "linear.torch_dense:linear_f32",
+            name="library",
+            dtypes=HALVES,
+            conditions=(
+                ON_CUDA,
+                weight_schemes("BF16", "F16"),
+                custom("weight-scheme", _own_type, "reads weights of the model's own type"),
+            ),
+            requires_layout=STORED,
+            native_when=(own_matrix_unit,),
+            numerics=Numerics.NATIVE,
+            cost=_library,
         ),
         reference("linear_f32", "linear.ref:linear_f32", requires_layout=DENSE, cost=_widened),
     )

@@ -53,8 +53,7 @@ IMPLS = (
         name="recipe",
         conditions=RECIPE,
         requires_layout=STORED,
-        graph_safe=False,
-        cost=roofline(_traffic(16), _operations, launches=12, part=0.5, element="float32"),
+        cost=roofline(_traffic(0), _operations, launches=3, part=0.5, compute_part=0.45),
     ),
     reference(
         "out_group",
