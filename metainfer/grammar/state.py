@@ -80,7 +80,6 @@ class GrammarState:
         used = self._matcher.consume(answer) if answer else 0
         reached = used == len(answer)  # else behind a forbidden draft, or behind the end
         if reached:
-            self._words[:] = 0  # at a dead end the matcher may leave them as they were
             self._matcher.fill(self._words)
         fault = self._matcher.fault or (self._dead_end() if reached else "")
         if used:

@@ -25,6 +25,7 @@ from schemas import schemas
 
 from metainfer.core.errors import RequestError
 from metainfer.core.request import FinishReason, GrammarSpec, Request, SamplingParams
+from metainfer.core.step import RequestOutput
 from metainfer.engine.engine import Engine
 from metainfer.engine.grammars import GrammarDesk
 from metainfer.grammar.backend import GrammarError
@@ -225,3 +226,37 @@ def test_a_grammar_that_runs_into_a_limit_ends_alone(
     bad, good = ask(engine, [PROMPT] * 2, params, eos=EOS)
     assert bad.finish is FinishReason.ERROR and "too hard" in bad.error
     assert len(good.tokens) == 5 and good.finish is FinishReason.LENGTH
+
+
+def test_a_reasoning_model_answers_in_form_behind_its_reasoning() -> None:
+    """DeepSeek-V4's prompt opens reasoning; what the client gets as content fits."""
+    from metainfer.engine.model_text import load_text
+    from metainfer.server.structured import placed
+    from metainfer.text.dialogue import Conversation, Turn
+
+    reference = "random:tiny-deepseek-v4"
+    engine = start(reference, concurrency=4, context=256)
+    assert engine.resolved is not None
+    text = load_text(reference, engine.resolved.arch.vocab_size)
+    done = text.tokenizer.token_id("</think>")
+    assert done is not None
+    wish = choice_spec(["ja", "nein </think> é"], "s")
+    for thinking in (True, False):
+        turns = (Turn("user", ("Hm?",)),)
+        prompt = text.format.encode(Conversation(turns=turns, thinking=thinking))
+        spec = placed(wish, text, prompt)
+        assert spec.after == ((done,) if thinking else ())
+        # The marker is likely enough to come, and forbidden inside the answer all the same.
+        params = [params_of(spec, seed=i, max_tokens=150, logit_bias={done: 6.0}) for i in range(3)]
+        eos = text.tokenizer.eos_ids
+        answers = ask(engine, [prompt.ids] * 3, params, eos=eos)
+        for each, answer in zip(params, answers, strict=True):
+            assert answer.finish is FinishReason.STOP, answer
+            stream = text.answer_stream([], each, prompt, calls="text")
+            last = RequestOutput(
+                "r", tuple(answer.tokens), finish=FinishReason.STOP, stop_token=eos[0]
+            )
+            delta = stream.push(last)
+            assert delta.text in ("ja", "nein </think> é")
+            assert thinking or not delta.reasoning
+    engine.close()

@@ -165,6 +165,39 @@ def test_what_a_vocabulary_cannot_spell_is_a_fault_where_it_is_reached() -> None
     assert other.allowed(()).any() and not other.fault
 
 
+def test_what_is_forced_is_spelled_as_the_model_spells_it() -> None:
+    """Other spellings of a text that must come are masked out; so the right one must be known."""
+    a, x, long = ord("a"), ord("x"), len(BYTES) + LONG.index(b"aaaa")
+    pieces, ends, control = VOCABULARY.pieces, VOCABULARY.ends, VOCABULARY.control
+    for encode, then in (
+        (None, long),  # the longest pieces
+        (lambda text: list(text.encode()), a),
+        (lambda text: [x, *text.encode()], long),  # one that adds to the text is not believed
+        (lambda text: [99_999], long),
+    ):
+        library = Library(LLGuidance(Vocabulary(pieces, ends, control, encode)))
+        state = library.open(GrammarSpec("regex", "(x|y)aaaa"), [x])
+        assert state.allowed(()).nonzero()[0].tolist() == [then]
+
+
+def test_forced_text_is_never_cut_where_bytes_are_missing() -> None:
+    pieces = [b"" if piece == b"\xf2" else piece for piece in VOCABULARY.pieces]
+    library = Library(LLGuidance(Vocabulary(pieces, VOCABULARY.ends, VOCABULARY.control)))
+    spec = json_spec({"const": {"N\U000a276ab": 1}}, "s")
+    state = library.open(spec, list(b'{"N'))
+    assert not state.allowed(()).any() and "spells" in state.fault
+
+
+def test_whitespace_is_free_but_not_without_end() -> None:
+    spec = json_spec({"type": "object", "properties": {"a": {"type": "integer"}}}, "s")
+    state = LIBRARY.open(spec, list(b'{\n\t "a" :\r\n' + b" " * 18))
+    assert not state.fault
+    blanks = list(b" \t\r\n")
+    allowed = state.allowed(())
+    assert allowed[ord("1")] and not allowed[blanks].any()
+    assert LIBRARY.open(spec, list(b"{" + b" " * 19)).allowed(())[blanks].all()
+
+
 def test_a_limit_behind_a_draft_is_not_the_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     from metainfer.grammar.llg import _Matcher
 
