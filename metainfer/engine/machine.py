@@ -30,6 +30,7 @@ from metainfer.platform.discovery import AUTO, select_platform
 from metainfer.platform.facts import Facts
 from metainfer.platform.fingerprint import fingerprint
 from metainfer.platform.host_speed import host_speed, with_host_speed
+from metainfer.platform.known_cards import with_card_rates
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +122,7 @@ def open_machine(platform: str | None = None) -> Machine:
     facts = selected.platform.facts()
     found = fingerprint(facts)
     store = RecordStore(cache_dir() / "records", found)
-    facts = with_host_speed(facts, host_speed(facts, store))
+    facts = with_card_rates(with_host_speed(facts, host_speed(facts, store)))
     registry = builtin_registry()
     for declared in (*selected.platform.layouts(), *selected.platform.providers()):
         if isinstance(declared, Layout):
