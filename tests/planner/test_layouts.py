@@ -347,6 +347,15 @@ def test_one_card_by_hand() -> None:
     assert only.prediction.prefill_tok_s is not None and only.prediction.assumed == ()
 
 
+def test_cache_bytes_that_a_step_reads_are_those_of_the_table() -> None:
+    """5.3 at a million tokens: CSA 7.85 MB, index keys 374 MB in FP4, HCA 97 MB; two windows."""
+    costs, specs = opened(FLASH).arch.costs(), hold(layout("tp8")).specs
+    assert costs is not None
+    csa, index, hca = 21 * 640 * 584, 21 * (MILLION // 4) * 68, 20 * (8192 + 128) * 584
+    assert costs.cache_reads(specs, MILLION) == csa + index + hca + 2 * 128 * 584
+    assert (round(csa / 1e6, 2), round(index / 1e6), round(hca / 1e6)) == (7.85, 374, 97)
+
+
 def test_the_measured_engine_lies_in_the_band() -> None:
     """A stock engine's rows on one H200, 12 layers: 4.05 ms a step for 1 sequence, 13.0 for 128;
     8,192 tokens in 203 ms."""
