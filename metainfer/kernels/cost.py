@@ -43,7 +43,7 @@ def roofline(
     element: str = "",
 ) -> Callable[[Context], float | None]:
     """A cost function. `traffic` in bytes, `operations` in FLOP; `element` overrides the dtype
-    whose matrix rate counts. A missing matrix rate leaves the memory term alone."""
+    whose matrix rate counts. Where no matrix rate is known the memory term stands alone."""
 
     def seconds(context: Context) -> float | None:
         device = context.facts.device
@@ -53,11 +53,23 @@ def roofline(
         if not bandwidth:
             return None
         memory = traffic(context) / (bandwidth * part)
-        rate = device.dot_flops.get(element or context.request.dtype)
+        rate = _rate(device.dot_flops, element or context.request.dtype)
         work = operations(context) / (rate * compute_part) if operations and rate else 0.0
         return launches * LAUNCH_S.get(device.kind, 5e-6) + max(memory, work)
 
     return seconds
+
+
+WIDE_SHARE = 1 / 12
+"""Rate of float32 beside the slowest known matrix type, where a card's own is not (seed)."""
+
+
+def _rate(rates: Mapping[str, float], element: str) -> float | None:
+    """FLOP/s of an element type. A card that names its matrix rates has none for the wide types:
+    leaving their work out would make a float32 path look free beside the card's own."""
+    if element in rates or not rates:
+        return rates.get(element)
+    return min(rates.values()) * WIDE_SHARE
 
 
 def elementwise(

@@ -10,6 +10,7 @@ from machines import card, host, request
 from metainfer.core.step import Phase
 from metainfer.kernels.cost import (
     LAUNCH_S,
+    WIDE_SHARE,
     attention_operations,
     attention_traffic,
     elementwise,
@@ -47,8 +48,9 @@ def test_memory_and_arithmetic_are_a_maximum_and_launches_add() -> None:
     assert cost(context({})) == pytest.approx(2.0 + 3 * LAUNCH_S["cuda"])
     bound = roofline(lambda c: 1e12, lambda c: 5e14, compute_part=1.0)
     assert bound(context({})) == pytest.approx(5.0 + LAUNCH_S["cuda"])
-    # No matrix rate is known for float32 here: the memory term stands alone.
-    assert bound(context({}, dtype="float32")) == pytest.approx(1.0 + LAUNCH_S["cuda"])
+    # The card names no rate for float32: a share of the slowest it names.
+    wide = 5e14 / (1e14 * WIDE_SHARE)
+    assert bound(context({}, dtype="float32")) == pytest.approx(wide + LAUNCH_S["cuda"])
 
 
 def test_amounts() -> None:
@@ -76,3 +78,17 @@ def test_streaming_blocks_beats_dense_by_its_bytes() -> None:
 def test_every_shipped_implementation_has_a_cost() -> None:
     """Else the ones without would rank behind, whatever they are worth."""
     assert [impl.id for impl in builtin_registry().impls() if impl.cost is None] == []
+
+
+def test_a_type_without_a_rate_is_not_free_beside_those_with_one() -> None:
+    """Seen on a card whose file names bf16 and FP8 rates: a float32 path ranked by bytes alone beat
+    the card's own FP8 kernel on prompts of 8,192 tokens."""
+    own, wide = (
+        roofline(lambda c: 1.0, lambda c: 1e14, element=element)
+        for element in ("bfloat16", "float32")
+    )
+    facts = card((9, 0))
+    assert wide(context({})) > 5 * own(context({}))  # type: ignore[operator]
+    # Where no rate at all is known the memory term stands alone.
+    blind = replace(facts, devices=(replace(facts.device, dot_flops={}),))
+    assert wide(context({}, blind)) == own(context({}, blind)) < 1e-3  # type: ignore[operator]
