@@ -426,7 +426,14 @@ def _check_pins(registry: Registry, requests: Sequence[OpRequest], policy: Polic
             f"It uses: {', '.join(sorted(known))}; or all.",
             code="unknown_op",
         )
+    roles = {role for layouts in candidate_layouts(registry, requests) for role in layouts}
     for role, layout in policy.layout_pins.items():
+        if registry.layouts(role) and role not in roles:
+            raise UsageError(
+                f"--layout names the role {role!r}, which this model does not have.",
+                f"It has: {', '.join(sorted(roles)) or 'none'}.",
+                code="unknown_layout",
+            )
         names = [known_layout.id for known_layout in registry.layouts(role)]
         if layout not in names:
             raise UsageError(

@@ -22,7 +22,10 @@ MOST = 7
 USUAL = 4
 """Depth when only a method is given (seed)."""
 
-WRITE = f"Write --draft off, --draft {NGRAM} or --draft {NGRAM}:N with N from 1 to {MOST}."
+WRITE = (
+    f"Write --draft off, --draft {NGRAM}:N (tokens seen before) or --draft {MODEL}:N "
+    f"(the checkpoint's own module) with N from 1 to {MOST}."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

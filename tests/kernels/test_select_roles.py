@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from machines import card, kernel, request, trusted
 
-from metainfer.core.errors import RefusedError
+from metainfer.core.errors import RefusedError, UsageError
 from metainfer.kernels.impl import Layout
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import Policy, select
@@ -29,3 +29,19 @@ def test_a_layout_s_schemes_bind_the_ops_that_read_its_role() -> None:
     with pytest.raises(RefusedError) as caught:
         select(registry, swapped, card((9, 0)), policy)
     assert [r.message for r in caught.value.reasons] == ["e@1 does not pack BF16"]
+
+
+def test_a_pin_for_a_role_that_the_model_has_not_is_refused() -> None:
+    """It was dropped in silence before: a model without an indexer took a layout of index keys."""
+    registry = Registry(
+        [
+            kernel("fast", op="linear", requires_layout={"weight": "a@1"}),
+            kernel("pick", op="select", requires_layout={"index": "i@1"}),
+        ],
+        [Layout(id="a@1", role="weight"), Layout(id="i@1", role="index")],
+    )
+    policy = Policy(evidence=trusted(registry), layout_pins={"index": "i@1"})
+    with pytest.raises(UsageError, match="the role 'index'.*It has: weight"):
+        select(registry, (request("linear"),), card((9, 0)), policy)
+    both = (request("linear"), request("select"))
+    assert select(registry, both, card((9, 0)), policy).bundle.name == "i@1 + a@1"
