@@ -41,7 +41,7 @@ def test_a_pin_for_a_role_that_the_model_has_not_is_refused() -> None:
         [Layout(id="a@1", role="weight"), Layout(id="i@1", role="index")],
     )
     policy = Policy(evidence=trusted(registry), layout_pins={"index": "i@1"})
-    with pytest.raises(UsageError, match="the role 'index'.*It has: weight"):
+    with pytest.raises(UsageError, match=r"the role 'index'.*It has: weight"):
         select(registry, (request("linear"),), card((9, 0)), policy)
     both = (request("linear"), request("select"))
     assert select(registry, both, card((9, 0)), policy).bundle.name == "i@1 + a@1"
