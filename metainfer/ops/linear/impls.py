@@ -5,7 +5,7 @@ import dataclasses
 from metainfer.core.verdict import ACCEPT, Verdict
 from metainfer.formats.blocks import FORMATS
 from metainfer.formats.schemes import BLOCKS, tensor_bytes
-from metainfer.kernels.conditions import custom, package, weight_schemes
+from metainfer.kernels.conditions import package, weight_schemes
 from metainfer.kernels.cost import linear_operations, linear_traffic, roofline, width
 from metainfer.kernels.impl import Context, Layout, Numerics
 from metainfer.ops.declare import (
@@ -13,9 +13,8 @@ from metainfer.ops.declare import (
     C_ON_CPU,
     DENSE,
     FLOAT32,
-    HALVES,
     ON_CPU,
-    ON_CUDA,
+    ON_EITHER,
     PLAIN,
     RECIPE,
     STORED,
@@ -92,11 +91,6 @@ def _library(context: Context) -> float | None:
 def _keeps_sums(context: Context) -> bool:
     """The library gives float32 results without widening what it multiplies."""
     return width(context) >= 4 or context.facts.device.kind == "cuda"
-
-
-def _own_type(context: Context) -> bool:
-    own = {"bfloat16": "BF16", "float16": "F16"}.get(context.request.dtype)
-    return set(context.request.schemes) == {own}
 
 
 def _stored_traffic(context: Context) -> float:
@@ -208,16 +202,12 @@ IMPLS = TRITON_IMPLS + tuple(
             "linear_f32",
             "linear.torch_dense:linear_f32",
             name="library",
-            dtypes=HALVES,
-            conditions=(
-                ON_CUDA,
-                weight_schemes("BF16", "F16"),
-                custom("weight-scheme", _own_type, "reads weights of the model's own type"),
-            ),
+            dtypes=frozenset({"bfloat16"}),
+            conditions=(ON_EITHER, weight_schemes("BF16")),
             requires_layout=STORED,
             native_when=(own_matrix_unit,),
             numerics=Numerics.NATIVE,
-            cost=_library,
+            cost=lambda c: _library(c) if _keeps_sums(c) else _widened(c),
         ),
         reference("linear_f32", "linear.ref:linear_f32", requires_layout=DENSE, cost=_widened),
     )
