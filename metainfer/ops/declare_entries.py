@@ -12,6 +12,7 @@ from types import MappingProxyType
 from metainfer.kernels.cost import BYTES, extent, width
 from metainfer.kernels.impl import Context, Impl
 from metainfer.kv.book.form import entry_form
+from metainfer.ops.declare import portable, reference
 
 #: Layout id -> what it adds to an implementation's name.
 LATENTS: Mapping[str, str] = MappingProxyType({"latent@1": "", "latent-fp8@1": "-fp8"})
@@ -21,11 +22,11 @@ KEYS: Mapping[str, str] = MappingProxyType(
 
 PLAIN = ("latent@1", "index@1")
 
+Cost = Callable[[str], Callable[[Context], float | None]]
+"""Makes an implementation's cost function from the id of the layout that it reads."""
 
-def per_layout(
-    role: str, layouts: Mapping[str, str], cost: Callable[[str], Callable[[Context], float | None]],
-    impl: Impl,
-) -> tuple[Impl, ...]:  # fmt: skip
+
+def per_layout(role: str, layouts: Mapping[str, str], cost: Cost, impl: Impl) -> tuple[Impl, ...]:
     """`impl` once per layout of `role`; `cost` makes its cost function from the layout's id."""
     return tuple(
         replace(
@@ -35,6 +36,27 @@ def per_layout(
             cost=cost(layout),
         )
         for layout, suffix in layouts.items()
+    )
+
+
+def torch_and_reference(
+    op: str,
+    role: str,
+    layouts: Mapping[str, str],
+    loads: tuple[str, str],
+    costs: tuple[Cost, Cost],
+    honours: frozenset[str] = frozenset(),
+) -> tuple[Impl, ...]:
+    """The torch version of `op` and its reference, once per layout of `role`.
+
+    `loads`: where they are, counted from this package; `costs`: of a layout's id, in that order.
+    The torch versions ask the host about lengths, so none is captured.
+    """
+    fast = portable(op, loads[0], graph_safe=False, honours=honours)
+    plain = reference(op, loads[1], honours=honours)
+    return (
+        *per_layout(role, layouts, costs[0], fast),
+        *per_layout(role, layouts, costs[1], plain),
     )
 
 

@@ -14,19 +14,7 @@ from torch import Tensor
 from metainfer.comm.backends.calls import checked
 from metainfer.comm.errors import CommError
 from metainfer.comm.plan import CommPlan
-from metainfer.comm.request import Op, Request
-from metainfer.core.verdict import Verdict, require
-
-
-def supports(request: Request) -> Verdict:
-    """What NCCL's calls ask of a request: equal shards, one dtype, no extras."""
-    even = request.count % request.world == 0
-    parted = request.op in (Op.REDUCE_SCATTER, Op.ALL_GATHER)
-    uneven = f"{request.count} elements are not {request.world} equal shards"
-    return require(even or not parted, "count", uneven) & require(
-        request.epilogue is None and not request.side_int32,
-        *("extras", "NCCL has neither epilogues nor counts beside a payload"),
-    )
+from metainfer.comm.request import Op
 
 
 class NcclComm:

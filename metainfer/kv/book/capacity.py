@@ -1,11 +1,11 @@
-"""How much fits: page arithmetic over an empty pool, limits, advice that works when followed."""
+"""How much fits: page arithmetic over an empty pool, and the check of limits against it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from metainfer.core.plan import Limits
-from metainfer.core.verdict import ACCEPT, Verdict, all_of, reject
+from metainfer.core.verdict import Verdict, all_of, reject
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 
 
@@ -108,18 +108,3 @@ def most_running(sizes: CacheSizes) -> int:
     """Sequences that can hold a slot and one page in each group."""
     paged = [usable(sizes, g) for g in sizes.groups if g.kind is not GroupKind.STATE]
     return min([sizes.slots, *paged])
-
-
-def advise(sizes: CacheSizes, limits: Limits) -> Limits | None:
-    """The nearest limits that pass `check_limits`, or None when no request fits at all.
-
-    Never "raise the memory fraction": only values that the same check accepts.
-    """
-    if check_limits(sizes, limits) == ACCEPT:
-        return limits
-    advice = replace(
-        limits,
-        max_context=min(limits.max_context, longest(sizes)),
-        max_running=min(limits.max_running, most_running(sizes)),
-    )
-    return advice if advice.max_context > 0 and advice.max_running > 0 else None

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 from metainfer.kernels.cost import extent, roofline, width
-from metainfer.kernels.impl import Context, Impl
+from metainfer.kernels.impl import Context
 from metainfer.ops.attn_sparse.impls_triton import IMPLS as TRITON_IMPLS
-from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
-from metainfer.ops.declare_entries import LATENTS, moved, per_layout
+from metainfer.ops.declare_entries import LATENTS, moved, torch_and_reference
 
 
 def _chosen(c: Context) -> int:
@@ -45,32 +44,12 @@ def _cost(
 
 IMPLS = (
     *TRITON_IMPLS,
-    *per_layout(
+    *torch_and_reference(
+        "attn_sparse",
         "kv",
         LATENTS,
-        _cost(1, 4, 30, 0.4),
-        Impl(
-            op="attn_sparse",
-            name="torch",
-            load="metainfer.ops.attn_sparse.torch_sparse:attn_sparse",
-            provider="torch",
-            dtypes=FLOATS,
-            conditions=(ON_EITHER,),
-            honours=frozenset({"selected", "entries"}),
-            native_when=NATIVE_ON_CPU,
-        ),
-    ),
-    *per_layout(
-        "kv",
-        LATENTS,
-        _cost(1, 8, 40, 0.3),
-        Impl(
-            op="attn_sparse",
-            name="ref",
-            load="metainfer.ops.attn_sparse.ref:attn_sparse",
-            provider="reference",
-            dtypes=FLOATS,
-            honours=frozenset({"selected", "entries"}),
-        ),
+        ("attn_sparse.torch_sparse:attn_sparse", "attn_sparse.ref:attn_sparse"),
+        (_cost(1, 4, 30, 0.4), _cost(1, 8, 40, 0.3)),
+        frozenset({"selected", "entries"}),
     ),
 )

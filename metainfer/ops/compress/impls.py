@@ -1,11 +1,10 @@
 """Declared implementations of `compress` and `compress_index`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from metainfer.kernels.cost import extent, roofline
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
-from metainfer.ops.declare_entries import KEYS, LATENTS, moved, per_layout
+from metainfer.ops.declare_entries import KEYS, LATENTS, moved, torch_and_reference
 
 
 def _cost(
@@ -24,33 +23,16 @@ def _cost(
     return made
 
 
-def _declared(op: str, role: str, layouts: "dict[str, str]") -> tuple[Impl, ...]:
-    vectorised = Impl(
-        op=op,
-        name="torch",
-        load="metainfer.ops.compress.torch_compress:compress",
-        provider="torch",
-        dtypes=FLOATS,
-        conditions=(ON_EITHER,),
-        honours=frozenset({"overlap"}),
-        native_when=NATIVE_ON_CPU,
-    )
-    reference = Impl(
-        op=op,
-        name="ref",
-        load="metainfer.ops.compress.ref:compress",
-        provider="reference",
-        dtypes=FLOATS,
-        honours=frozenset({"overlap"}),
-    )
-    return (
-        *per_layout(role, layouts, _cost(4, 40, 0.4), vectorised),
-        # One sequence after the other.
-        *per_layout(role, layouts, _cost(6, 200, 0.3), reference),
+def _declared(op: str, role: str, layouts: Mapping[str, str]) -> tuple[Impl, ...]:
+    # The reference takes one sequence after the other.
+    return torch_and_reference(
+        op,
+        role,
+        layouts,
+        ("compress.torch_compress:compress", "compress.ref:compress"),
+        (_cost(4, 40, 0.4), _cost(6, 200, 0.3)),
+        frozenset({"overlap"}),
     )
 
 
-IMPLS = (
-    *_declared("compress", "kv", dict(LATENTS)),
-    *_declared("compress_index", "index", dict(KEYS)),
-)
+IMPLS = (*_declared("compress", "kv", LATENTS), *_declared("compress_index", "index", KEYS))

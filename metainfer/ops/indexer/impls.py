@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 from metainfer.kernels.cost import elementwise, extent, roofline, width
-from metainfer.kernels.impl import Context, Impl, Layout
-from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
-from metainfer.ops.declare_entries import KEYS, moved, per_layout
+from metainfer.kernels.impl import Context, Layout
+from metainfer.ops.declare_entries import KEYS, moved, torch_and_reference
 
 LAYOUTS = (
     # Pages [P, entries, width] in the model's type, as the norm and the rotation leave them.
@@ -66,56 +65,18 @@ def _select_cost(
 
 
 IMPLS = (
-    *per_layout(
+    *torch_and_reference(
+        "index_query",
         "index",
         KEYS,
-        _query_cost(3, 16, 20, 0.4),
-        Impl(
-            op="index_query",
-            name="torch",
-            load="metainfer.ops.indexer.torch_select:index_query",
-            provider="torch",
-            dtypes=FLOATS,
-            conditions=(ON_EITHER,),
-            native_when=NATIVE_ON_CPU,
-        ),
+        ("indexer.torch_select:index_query", "indexer.ref:index_query"),
+        (_query_cost(3, 16, 20, 0.4), _query_cost(4, 24, 40, 0.3)),
     ),
-    *per_layout(
+    *torch_and_reference(
+        "index_select",
         "index",
         KEYS,
-        _query_cost(4, 24, 40, 0.3),
-        Impl(
-            op="index_query",
-            name="ref",
-            load="metainfer.ops.indexer.ref:index_query",
-            provider="reference",
-            dtypes=FLOATS,
-        ),
-    ),
-    *per_layout(
-        "index",
-        KEYS,
-        _select_cost(12, 20, 0.4, 0.7),
-        Impl(
-            op="index_select",
-            name="torch",
-            load="metainfer.ops.indexer.torch_select:index_select",
-            provider="torch",
-            dtypes=FLOATS,
-            conditions=(ON_EITHER,),
-            native_when=NATIVE_ON_CPU,
-        ),
-    ),
-    *per_layout(
-        "index",
-        KEYS,
-        _select_cost(40, 20, 0.3, 0.7),
-        Impl(
-            op="index_select",
-            name="ref",
-            load="metainfer.ops.indexer.ref:index_select",
-            provider="reference",
-            dtypes=FLOATS,
-        ),
+        ("indexer.torch_select:index_select", "indexer.ref:index_select"),
+        (_select_cost(12, 20, 0.4, 0.7), _select_cost(40, 20, 0.3, 0.7)),
     ),
 )

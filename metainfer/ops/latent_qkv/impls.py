@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 from metainfer.kernels.cost import extent, roofline, width
-from metainfer.kernels.impl import Context, Impl, Layout
-from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
-from metainfer.ops.declare_entries import LATENTS, moved, per_layout
+from metainfer.kernels.impl import Context, Layout
+from metainfer.ops.declare_entries import LATENTS, moved, torch_and_reference
 
 LAYOUTS = (
     # Pages [P, entries, width] in the model's type.
@@ -31,33 +30,11 @@ def _cost(
     return made
 
 
-IMPLS = (
-    *per_layout(
-        "kv",
-        LATENTS,
-        _cost(3, 24, 0.4),
-        Impl(
-            op="latent_qkv",
-            name="torch",
-            load="metainfer.ops.latent_qkv.torch_latent:latent_qkv",
-            provider="torch",
-            dtypes=FLOATS,
-            conditions=(ON_EITHER,),
-            honours=frozenset({"norm_q"}),
-            native_when=NATIVE_ON_CPU,
-        ),
-    ),
-    *per_layout(
-        "kv",
-        LATENTS,
-        _cost(6, 30, 0.3),
-        Impl(
-            op="latent_qkv",
-            name="ref",
-            load="metainfer.ops.latent_qkv.ref:latent_qkv",
-            provider="reference",
-            dtypes=FLOATS,
-            honours=frozenset({"norm_q"}),
-        ),
-    ),
+IMPLS = torch_and_reference(
+    "latent_qkv",
+    "kv",
+    LATENTS,
+    ("latent_qkv.torch_latent:latent_qkv", "latent_qkv.ref:latent_qkv"),
+    (_cost(3, 24, 0.4), _cost(6, 30, 0.3)),
+    frozenset({"norm_q"}),
 )
