@@ -426,19 +426,21 @@ def _check_pins(registry: Registry, requests: Sequence[OpRequest], policy: Polic
             f"It uses: {', '.join(sorted(known))}; or all.",
             code="unknown_op",
         )
-    roles = {role for layouts in candidate_layouts(registry, requests) for role in layouts}
+    offered: dict[str, dict[str, None]] = {}
+    for layouts in candidate_layouts(registry, requests):
+        for role, layout in layouts.items():
+            offered.setdefault(role, {})[layout] = None
     for role, layout in policy.layout_pins.items():
-        if registry.layouts(role) and role not in roles:
+        if role not in offered:
             raise UsageError(
                 f"--layout names the role {role!r}, which this model does not have.",
-                f"It has: {', '.join(sorted(roles)) or 'none'}.",
+                f"It has: {', '.join(sorted(offered)) or 'none'}.",
                 code="unknown_layout",
             )
-        names = [known_layout.id for known_layout in registry.layouts(role)]
-        if layout not in names:
+        if layout not in offered[role]:
             raise UsageError(
-                f"no {role} layout is named {layout!r}.",
-                f"There is: {', '.join(names) or 'none'}.",
+                f"this model has no {role} layout {layout!r}.",
+                f"There is: {', '.join(offered[role])}.",
                 code="unknown_layout",
             )
 

@@ -45,3 +45,8 @@ def test_a_pin_for_a_role_that_the_model_has_not_is_refused() -> None:
         select(registry, (request("linear"),), card((9, 0)), policy)
     both = (request("linear"), request("select"))
     assert select(registry, both, card((9, 0)), policy).bundle.name == "i@1 + a@1"
+    # A layout that another model's ops read is not this one's either.
+    foreign = Policy(evidence=trusted(registry), layout_pins={"weight": "k@1"})
+    registry.add_layout(Layout(id="k@1", role="weight"))
+    with pytest.raises(UsageError, match=r"no weight layout 'k@1'.*There is: a@1"):
+        select(registry, both, card((9, 0)), foreign)
