@@ -44,8 +44,10 @@ class Adder:
         time.sleep(0.2)
 
     def hang(self, rank: int) -> None:
+        """One rank never answers; the others fail one after the other, rank 0 first."""
         if self.facts.rank == rank:
             time.sleep(600)
+        time.sleep(0.5 * self.facts.rank)
         raise ValueError("the others go on")
 
     def hear(self, cause: int) -> None:
