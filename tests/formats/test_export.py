@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,10 +105,13 @@ def test_a_killed_run_leaves_a_part_that_is_begun_again(tmp_path: Path) -> None:
     victim.rename(victim.with_name(victim.name + ".part"))
     (tmp_path / "a" / "config.json").unlink()
     left: list[Path] = []  # what is there when the first tensor is drawn
+    first = threading.Lock()  # tensors are drawn on several threads: the first one looks, alone
 
     class Watching(RandomSource):
         def read(self, name: str) -> Stored:
-            left.extend(() if len(left) else tmp_path.glob("a/*"))
+            with first:
+                if not left:
+                    left.extend(tmp_path.glob("a/*"))
             return super().read(name)
 
     assert write(tmp_path / "a", source=Watching(DRAWS, 0)) > 0
