@@ -33,9 +33,16 @@ def serve(
     host: Annotated[str, _flag("--host", text="address to listen on")] = "127.0.0.1",
     port: Annotated[int, _flag("--port", text="port; 0 = any free one")] = 8000,
     api_key: Annotated[
-        str | None,
-        _flag("--api-key", text="key every request must present; better: METAINFER_API_KEY"),
-    ] = None,
+        tuple[str, ...],
+        _flag(
+            "--api-key",
+            text="key a request must present (repeatable); better: METAINFER_API_KEY",
+        ),
+    ] = (),
+    admin_key: Annotated[
+        tuple[str, ...],
+        _flag("--admin-key", text="key of the admin routes (repeatable); none = they are shut"),
+    ] = (),
     served_model_name: Annotated[
         tuple[str, ...],
         _flag("--served-model-name", text="name(s) clients use instead of MODEL (repeatable)"),
@@ -76,7 +83,8 @@ def serve(
         raise UsageError(f"--drain-grace is {drain_grace:g}.", "Pass 0 or more.")
     config = ServerConfig(
         model_names=served_model_name or (model,),
-        api_key=api_key or env.get("METAINFER_API_KEY"),
+        api_keys=_keys(api_key, "METAINFER_API_KEY"),
+        admin_keys=_keys(admin_key, "METAINFER_ADMIN_KEY"),
         max_body_bytes=parse_size(max_body, "--max-body"),
         max_pending=max_pending,
         keep_alive_s=keep_alive,
@@ -86,6 +94,11 @@ def serve(
     from metainfer.server.run import run
 
     return Result(code=run(_serve(engine.intent(model), config, host, port, chat_template)))
+
+
+def _keys(given: tuple[str, ...], variable: str) -> tuple[str, ...]:
+    named = env.get(variable)
+    return given or ((named,) if named else ())
 
 
 async def _serve(
@@ -106,7 +119,7 @@ async def _serve(
 
     def ready(info: EngineInfo) -> None:
         screen.summary(info, url, config.model_names)
-        if config.api_key is None and host not in ("127.0.0.1", "localhost", "::1"):
+        if not config.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
             screen.line("  warning: no --api-key, and the address is reachable from other machines")
         if out.as_json:
             out.document(_ready_document(info, url, config, state.fingerprint))

@@ -46,6 +46,12 @@ VARIABLES: tuple[EnvVar, ...] = (
         "kept out of the process list",
     ),
     EnvVar(
+        "METAINFER_ADMIN_KEY",
+        "",
+        "key of the admin routes; same as --admin-key",
+        "kept out of the process list",
+    ),
+    EnvVar(
         "METAINFER_LOG",
         "info",
         "log level: error, warning, info or debug",

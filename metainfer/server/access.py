@@ -2,14 +2,20 @@
 
 Every route declares its level in `LEVELS`; a path that is not there needs the key, also when it
 does not exist. A test walks the route table and finds undeclared routes.
+
+Keys are compared as digests of equal length, against every configured key, so that the time taken
+says nothing about them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import re
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 from metainfer.core.errors import RequestError
@@ -23,10 +29,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Level(StrEnum):
-    """PUBLIC: anyone who reaches the port. USER: whoever presents the API key."""
+    """PUBLIC: anyone who reaches the port. USER: whoever presents an API key, when there is one.
+
+    ADMIN: whoever presents the admin key; without one configured nobody, not even an API key.
+    """
 
     PUBLIC = "public"
     USER = "user"
+    ADMIN = "admin"
 
 
 LEVELS: dict[str, Level] = {
@@ -45,7 +55,47 @@ LEVELS: dict[str, Level] = {
     "/v1/completions": Level.USER,
 }
 
-_PUBLIC = frozenset(path for path, level in LEVELS.items() if level is Level.PUBLIC)
+
+def level_of(path: str) -> Level:
+    """The level that a request for `path` needs: as declared; of several templates the strictest;
+    USER for a path that no route has."""
+    if path in LEVELS:
+        return LEVELS[path]
+    matching = {LEVELS[template] for template in LEVELS if _matches(template, path)}
+    return Level.ADMIN if Level.ADMIN in matching else Level.USER
+
+
+def _matches(template: str, path: str) -> bool:
+    return "{" in template and _pattern(template).fullmatch(path) is not None
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    """What Starlette matches for ``{name}`` (one segment) and ``{name:path}`` (any text)."""
+    pieces = re.split(r"(\{\w+(?::path)?\})", template)
+    wild = {True: ".*", False: "[^/]+"}
+    parts = [
+        wild[piece.endswith(":path}")] if piece.startswith("{") else re.escape(piece)
+        for piece in pieces
+    ]
+    return re.compile("".join(parts), re.DOTALL)
+
+
+class Keys:
+    """A set of secrets that answers in a time that does not depend on them."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def __contains__(self, given: bytes) -> bool:
+        digest = hashlib.sha256(given).digest()
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(digest, known)
+        return found
 
 
 class Gate:
@@ -54,7 +104,8 @@ class Gate:
     def __init__(self, app: Any, config: ServerConfig) -> None:
         self.app = app
         self._config = config
-        self._key = config.api_key.encode() if config.api_key else None
+        self._users = Keys(config.api_keys)
+        self._admins = Keys(config.admin_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,20 +145,44 @@ class Gate:
                 status=431,
                 code="too_many_headers",
             )
-        if self._key is not None and scope["path"] not in _PUBLIC:
-            self._check_key(headers.get(b"authorization", b""))
+        self._check_key(level_of(scope["path"]), _key_in(headers))
 
-    def _check_key(self, header: bytes) -> None:
-        scheme, _, key = header.partition(b" ")
-        valid = hmac.compare_digest(key.strip(), self._key or b"")
-        if scheme.lower() != b"bearer" or not valid:
+    def _check_key(self, level: Level, key: bytes) -> None:
+        if level is Level.PUBLIC:
+            return
+        admin = key in self._admins
+        user = admin or key in self._users
+        if level is Level.ADMIN and not self._admins:
             raise RequestError(
-                "The API key is missing or wrong.",
-                "Send the header 'Authorization: Bearer KEY'.",
-                status=401,
-                error_type="authentication_error",
-                code="invalid_api_key",
+                "This path needs an admin key, and the server was started without one.",
+                "Start it with --admin-key KEY.",
+                status=403,
+                error_type="permission_error",
+                code="admin_disabled",
             )
+        if level is Level.ADMIN and user and not admin:
+            raise RequestError(
+                "This path needs the admin key; an API key does not open it.",
+                "Send the header 'Authorization: Bearer ADMIN_KEY'.",
+                status=403,
+                error_type="permission_error",
+                code="admin_key_required",
+            )
+        if admin or (level is Level.USER and (user or not self._users)):
+            return
+        raise RequestError(
+            "The API key is missing or wrong.",
+            "Send the header 'Authorization: Bearer KEY'.",
+            status=401,
+            error_type="authentication_error",
+            code="invalid_api_key",
+        )
+
+
+def _key_in(headers: dict[bytes, bytes]) -> bytes:
+    """The key that a request presents; empty when there is none."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _is_plain(value: bytes) -> bool:

@@ -42,6 +42,7 @@ _ERROR = {
 _REASONS = {
     400: "The request is malformed, out of bounds or asks for something unsupported.",
     401: "The API key is missing or wrong.",
+    403: "The path needs the admin key.",
     404: "No such model.",
     405: "The path has no such method.",
     413: "The body is too large.",
@@ -65,6 +66,8 @@ def operation(path: str) -> dict[str, Any]:
         statuses.append(503)
     if "{" in path:
         statuses.append(404)
+    if LEVELS[path] is Level.ADMIN:
+        statuses.append(403)
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     status_form = {"application/json": {"schema": {"type": "object"}}}
     health = path.startswith("/health") or path == "/ready"
@@ -90,8 +93,8 @@ def operation(path: str) -> dict[str, Any]:
             "required": True,
             "content": {"application/json": {"schema": schema}},
         }
-    if LEVELS[path] is Level.USER:
-        extra["security"] = [{"key": []}, {}]
+    if LEVELS[path] is not Level.PUBLIC:
+        extra["security"] = [{"key": []}, {}] if LEVELS[path] is Level.USER else [{"adminKey": []}]
     return {"responses": responses, "openapi_extra": extra}
 
 
@@ -112,7 +115,9 @@ def install(app: Any, state: ServerState) -> None:
         schemas |= own
         schemas["Error"] = _ERROR
         _narrow(schemas, state)
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = {
+            name: {"type": "http", "scheme": "bearer"} for name in ("key", "adminKey")
+        }
         return document
 
     app.openapi = build

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 class ServerConfig:
     """Limits and switches of one server. Sizes in bytes, times in seconds.
 
-    `max_pending` bounds choices that are queued or running; more get 429 ``queue_full``.
-    `stall_s`: with work at hand and no step for this long, the server is not ready.
-    `vllm_metrics` adds vLLM's names to ``/metrics``.
+    `api_keys` open the routes of level USER (none: anyone), `admin_keys` all routes (none: nobody
+    opens those of level ADMIN). `max_pending` bounds choices that are queued or running; more get
+    429 ``queue_full``. `stall_s`: with work at hand and no step for this long, the server is not
+    ready. `vllm_metrics` adds vLLM's names to ``/metrics``.
     """
 
     model_names: tuple[str, ...]
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 2**20
     max_headers: int = 256
     max_pending: int = 1024

@@ -19,7 +19,7 @@ ENGINE = {
 SAMPLING = {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed"}
 FLAGS: dict[tuple[str, ...], set[str]] = {
     ("serve",): ENGINE | {
-        "--host", "--port", "--api-key", "--served-model-name", "--chat-template", "--max-pending",
+        "--host", "--port", "--api-key", "--admin-key", "--served-model-name", "--chat-template", "--max-pending",
         "--max-body", "--drain-grace", "--shutdown-timeout", "--keep-alive",
         "--metrics-compat", "--json",
     },

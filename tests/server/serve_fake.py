@@ -28,7 +28,8 @@ async def serve(options: argparse.Namespace, engine: list[str]) -> int:
     client = ProcessClient(Intent(model="fake"), command=[sys.executable, str(FAKE), *engine])
     config = ServerConfig(
         ("fake", "alias"),
-        api_key=options.key,
+        api_keys=tuple(options.key),
+        admin_keys=tuple(options.admin_key),
         max_pending=options.max_pending,
         keep_alive_s=options.keep_alive,
         drain_grace_s=options.grace,
@@ -58,7 +59,8 @@ def main() -> int:
         own, engine = own[:split], own[split + 1 :]
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
-    parser.add_argument("--key")
+    parser.add_argument("--key", action="append", default=[])
+    parser.add_argument("--admin-key", action="append", default=[])
     parser.add_argument("--max-pending", type=int, default=1024)
     parser.add_argument("--keep-alive", type=float, default=15.0)
     parser.add_argument("--grace", type=float, default=10.0)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_server import Running, call, fake_server, is_error_body
 
 from metainfer.engine.protocol import EngineStats
-from metainfer.server.access import LEVELS, Level
+from metainfer.server.access import LEVELS, Gate, Level
 from metainfer.server.app import create_app, new_state
 from metainfer.server.state import ServerConfig
 
@@ -32,7 +34,8 @@ def test_every_route_declares_a_level_and_every_level_a_route() -> None:
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Running]:
-    with fake_server(["--key", "sésame-1"]) as running:
+    keys = ["--key", "sésame-1", "--key", "second", "--admin-key", "chief"]
+    with fake_server(keys) as running:
         yield running
 
 
@@ -53,9 +56,49 @@ def test_walk_without_with_wrong_and_with_key(locked: Running) -> None:
                 assert call(
                     locked.port, method, where, body, {"Authorization": header}
                 ).status == 401  # fmt: skip
-            for header in (f"Bearer {key}", f"bearer  {key}"):
+            for header in (f"Bearer {key}", f"bearer  {key}", "Bearer second", "Bearer chief"):
                 good = call(locked.port, method, where, body, {"Authorization": header})
-                assert good.status != 401, where
+                shut = LEVELS[path] is Level.ADMIN and header != "Bearer chief"
+                assert (good.status == 403) == shut and good.status != 401, (where, header)
+
+
+def asked(config: ServerConfig, path: str, key: str = "") -> int:
+    """The status of `path` behind a gate whose application answers 200 to everything."""
+    statuses: list[int] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    scope = {"type": "http", "path": path, "headers": headers}
+    asyncio.run(Gate(inner, config)(scope, None, send))  # type: ignore[arg-type]
+    return statuses[0]
+
+
+def test_an_admin_path_needs_the_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LEVELS, "/v1/things/{name}/stop", Level.ADMIN)
+    monkeypatch.setitem(LEVELS, "/v1/things/{name:path}", Level.USER)
+    path = "/v1/things/a b/stop"
+    for keys, key, status in (
+        ((), "", 403),  # no admin key configured: shut, also where everything else is open
+        (("u",), "u", 403),
+        (("u",), "", 403),
+        ((), "u", 403),
+    ):
+        assert asked(ServerConfig(("m",), api_keys=keys), path, key) == status
+    config = ServerConfig(("m",), api_keys=("u", "v"), admin_keys=("a", "b"))
+    got = {key: asked(config, path, key) for key in ("", "x", "u", "v", "a", "b")}
+    assert got == {"": 401, "x": 401, "u": 403, "v": 403, "a": 200, "b": 200}
+    for other in ("/v1/things/a/b", "/v1/models", "/no/such"):
+        got = {key: asked(config, other, key) for key in ("", "x", "u", "v", "a")}
+        assert got == {"": 401, "x": 401, "u": 200, "v": 200, "a": 200}, other
+    open_ = ServerConfig(("m",), admin_keys=("a",))
+    assert asked(open_, "/v1/models") == 200 and asked(open_, path) == 401
+    assert asked(open_, "/v1/things/x\n/stop") == 401  # what the router matches, the gate does
 
 
 @pytest.mark.parametrize(
