@@ -199,6 +199,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
     `index` is the position of the first of `tokens` among the generated tokens. The last output of
     a request has `finish` set; `stop_token` then names the id that ended it (not in `tokens`).
+    `queue_s`: seconds from its arrival at the scheduler to its first step; known with the first of
+    its tokens, later outputs may leave it out.
     """
 
     request_id: str
@@ -210,3 +212,4 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     stop_token: int | None = None
     cached_tokens: int = 0
     error: str = ""
+    queue_s: float | None = None

@@ -102,6 +102,8 @@ class Engine:
             eos_token_ids=model.eos_token_ids,
             plan=plan_document(resolved),
             start_phases=tuple(self._phases),
+            held_bytes=self.held_bytes,
+            links=machine.facts.links,
         )
 
     def _open_grammars(self, executor: LocalExecutor, model: OpenedModel, vocab: int) -> None:
@@ -246,6 +248,7 @@ class Engine:
             drafted_tokens=counters.drafted_tokens,
             accepted_drafts=counters.accepted_drafts,
             draft_alarm=reading.draft_alarm,
+            cache_alarms=reading.cache_alarms,
         )
 
     @property

@@ -14,6 +14,7 @@ import msgspec
 
 from metainfer.core.request import Request
 from metainfer.core.step import RequestOutput
+from metainfer.platform.facts import LinkFacts
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -31,6 +32,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     plan: dict[str, Any]
     start_phases: tuple[tuple[str, float], ...] = ()  # (name, seconds)
+    held_bytes: dict[str, int] = {}  # by kind of the plan's ledger, as in fact held
+    links: tuple[LinkFacts, ...] = ()  # as read off the machine
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -50,6 +53,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     drafted_tokens: int = 0
     accepted_drafts: int = 0
     draft_alarm: str = ""  # why speculation looks broken, empty when it does not
+    cache_alarms: tuple[str, ...] = ()  # why the prefix cache looks broken
 
 
 # -- server to engine ------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ class Receiver:
             None,
             None,
             seq.cached_tokens,
+            queue_s=seq.queue_s,
         )
 
     def _commit_pages(self, seq: Sequence, run: TokenRun, end: int) -> None:
@@ -168,6 +169,7 @@ class Receiver:
             stop,
             seq.cached_tokens,
             answer.error,
+            seq.queue_s,
         )
 
 

@@ -87,7 +87,8 @@ class Scheduler:
         except RequestError:
             self.counters.rejected += 1
             raise
-        seq = Sequence(request, self._arrivals, self.config.max_context)
+        now = self.clock.now()
+        seq = Sequence(request, self._arrivals, self.config.max_context, now)
         self._arrivals += 1
         seq.prefix = self.domains[0].kv.prefix(seq.tokens, request.cache_salt)
         domain = self._place(seq)
@@ -227,6 +228,7 @@ class Scheduler:
         seq.rows_planned = seq.rows_done
         if not seq.preempted:
             seq.cached_tokens = hit.tokens
+            seq.queue_s = self.clock.now() - seq.added_s
         build.pages += grants
         build.moves += kv.opening_moves(account)
         build.new.append(

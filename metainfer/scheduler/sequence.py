@@ -22,6 +22,7 @@ class Sequence:
 
     __slots__ = (
         "account",
+        "added_s",
         "cached_tokens",
         "domain",
         "done",
@@ -40,6 +41,7 @@ class Sequence:
         "prompt_len",
         "prompt_noted",
         "proposals",
+        "queue_s",
         "request",
         "request_id",
         "rows_done",
@@ -53,7 +55,9 @@ class Sequence:
         "wants_rows",
     )
 
-    def __init__(self, request: Request, index: int, max_context: int) -> None:
+    def __init__(
+        self, request: Request, index: int, max_context: int, added_s: float = 0.0
+    ) -> None:
         params = request.params
         self.request = request
         self.request_id = request.request_id
@@ -87,6 +91,8 @@ class Sequence:
         self.preempted = 0
         self.overtaken = 0  # requests that passed while this one headed the queue
         self.last_token_s = 0.0
+        self.added_s = added_s
+        self.queue_s: float | None = None  # until its first step
 
     @property
     def due(self) -> int:

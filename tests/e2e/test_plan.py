@@ -158,3 +158,13 @@ def test_random_weights_follow_the_seed() -> None:
 
     assert answer(1) == answer(1)
     assert answer(1) != answer(2)
+
+
+def test_b20_what_is_held_and_the_links_reach_the_server() -> None:
+    engine = Engine(Intent(model="random:tiny-qwen3", context=128))
+    info = engine.start()
+    assert info.held_bytes == engine.held_bytes != {}
+    for kind, held in info.held_bytes.items():
+        assert sum(row["bytes"] for row in info.plan["ledger"] if row["kind"] == kind) == held
+    assert info.links == ()  # nothing stands between a processor and its memory
+    engine.close()
