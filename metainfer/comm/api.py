@@ -17,6 +17,7 @@ from metainfer.comm.plan_offers import Ability, offers
 from metainfer.comm.plan_tiers import Tier
 from metainfer.comm.request import Request
 from metainfer.comm.topology import Topology
+from metainfer.core.digest import to_plain
 from metainfer.core.errors import InternalError
 
 
@@ -49,6 +50,7 @@ class Communicator:
         self._forced, self._deterministic = forced, deterministic
         self._plans: dict[Request, CommPlan] = {}
         self._agreed: set[Request] = set()
+        self._ruled = False
         self.calls: Counter[str] = Counter()
 
     def plan(self, request: Request) -> CommPlan:
@@ -81,18 +83,39 @@ class Communicator:
         self._agreed.update(self._plans)
         return common
 
+    def agree_on_rules(self, exchange: Exchange) -> str:
+        """Compare what plans follow from with the other ranks; the common digest.
+
+        A plan is a pure function of these, so any request may be planned from here on when it first
+        occurs: the sizes of eager steps are not known beforehand.
+
+        Raises:
+            DisagreementError: on every rank, naming the rules that differ.
+        """
+        rules = {
+            "abilities": to_plain(self._abilities),
+            "topology": to_plain(self._topology),
+            "tiers": {"/".join(map(str, key)): to_plain(of) for key, of in self._tiers.items()},
+            "forced": self._forced,
+            "deterministic": self._deterministic,
+        }
+        common = agree("rules of collectives", rules, exchange)
+        self._ruled = True
+        return common
+
     def run(self, request: Request, given: Any, out: Any = None, **extras: Any) -> Any:
         """Carry out an agreed request; `extras` are `side` and `rows` of the slab backends.
 
         Raises:
-            InternalError: its plan was not agreed on before the first call.
+            InternalError: neither its plan nor the rules were agreed on before.
+            RefusedError: nobody can run it.
             CommError: the group is broken.
         """
-        if request not in self._agreed:
+        if not self._ruled and request not in self._agreed:
             raise InternalError(
                 f"{request.name} was not planned and agreed on before its first call"
             )
-        plan = self._plans[request]
+        plan = self.plan(request)
         method = f"{plan.backend}:{plan.algorithm}"
         backend = self._backends.get(method) or self._backends[plan.backend]
         self.calls[method] += 1

@@ -34,7 +34,10 @@ TYPICAL_CONTEXT = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseArch:
-    """Everything that shapes a dense model. Widths in elements, `windows` in tokens (0 = full)."""
+    """Everything that shapes a dense model. Widths in elements, `windows` in tokens (0 = full).
+
+    `ranks`: how many share each matrix; of one rank, heads and ffn are its own.
+    """
 
     family: str
     layers: int
@@ -54,6 +57,7 @@ class DenseArch:
     mlp_bias: bool
     qk_norm: bool
     eos_token_ids: tuple[int, ...] = ()
+    ranks: int = 1
 
     @property
     def scale(self) -> float:
@@ -180,7 +184,7 @@ class DenseArch:
         heads = {"hq": self.heads, "hkv": self.kv_heads, "d": self.head_dim}
         layers, width = self.layers, {"d": self.hidden}
         found = [
-            ask("embed", {"n": self.vocab_size, **width}, 1),
+            ask("embed", {"n": self.vocab_size // self.ranks, **width}, 1),
             ask("rmsnorm", width, 1 + (2 * layers if self.qk_norm else 0)),
             ask("add_rmsnorm", width, 2 * layers),
             ask("rope", {**heads, "rotated": self.rope.rotated}, layers, *self._rope_needs()),
@@ -198,7 +202,7 @@ class DenseArch:
         for spec in (*self._layer_matrices(0), self.packed_weights()[-1]):
             shape = {"n": spec.shape[0], "k": spec.shape[1]}
             if spec.layer < 0:
-                shape["rows"] = logit_rows
+                shape |= {"n": shape["n"] // self.ranks, "rows": logit_rows}
             bias = ("bias",) if spec.bias else ()
             count = layers if spec.layer >= 0 else 1
             found.append(ask("linear", shape, count, *bias, site=spec.site))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from metainfer.comm.peers import SINGLE, Ranks
 from metainfer.models.dense.arch import DenseArch
 from metainfer.models.dense.model import DenseModel
 from metainfer.ops.linear.packed import PackedWeight
@@ -19,7 +20,9 @@ def build(
     *,
     max_positions: int,
     device: torch.device,
+    ranks: Ranks = SINGLE,
 ) -> DenseModel:
-    """`packed` and `plain` by `WeightSpec.name`; the rotary table covers `max_positions`."""
+    """`packed` and `plain` by `WeightSpec.name`; the rotary table covers `max_positions`. `arch` is
+    one rank's, as are the weights."""
     table = cos_sin(arch.rope, max_positions).to(device)  # [M, R] float32
-    return DenseModel(arch, packed, plain, table)
+    return DenseModel(arch, packed, plain, table, ranks)

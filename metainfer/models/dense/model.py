@@ -2,7 +2,8 @@
 
 Shapes: T tokens, Hq/Hkv query/KV heads, D head width, H hidden, F mlp width, V vocabulary.
 Every computation goes through `ops`, the table of implementations that the plan chose for this
-phase; nothing here knows a device, a dtype or a packing.
+phase; nothing here knows a device, a dtype or a packing. Where ranks share the model, Hq, Hkv and F
+are those of one rank, and `o` and `down` give parts of a sum.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 
+from metainfer.comm.peers import SINGLE, Ranks
 from metainfer.core.step import ALL_LAYERS
 from metainfer.kernels.table import PhaseOps
 from metainfer.kv.store.pools import PagedLayerCache
+from metainfer.models.common.ends import Ends
 from metainfer.models.common.inputs import SegmentInputs
 from metainfer.models.dense.arch import DenseArch
 from metainfer.ops.linear.packed import PackedWeight
@@ -45,11 +48,12 @@ class DenseModel:
         packed: Mapping[str, PackedWeight],
         plain: Mapping[str, torch.Tensor],
         cos_sin: torch.Tensor,
+        ranks: Ranks = SINGLE,
     ) -> None:
         self.arch = arch
         self.cos_sin = cos_sin  # [M, R] float32
-        self.embed = packed["embed"]
-        self.head = packed["lm_head"]
+        self.peers = ranks.tensor
+        self.ends = Ends(packed["embed"], packed["lm_head"], ranks.tensor)
         self.norm = plain["norm"]
         self.layers = [
             DenseLayer(
@@ -84,21 +88,20 @@ class DenseModel:
         """
         eps = self.arch.norm_eps
         last = len(self.layers) if stop_layer == ALL_LAYERS else stop_layer
-        residual = ops.embed(inputs.ids, self.embed)  # [T, H]
+        residual = self.ends.words(inputs.ids, ops)  # [T, H]
         x: torch.Tensor = ops.rmsnorm(residual, self._norm_of(0), eps)
         for index in range(last):
             layer = self.layers[index]
             y = self._attention(x, layer, caches[index]["kv"], inputs, ops)
             x, residual = ops.add_rmsnorm(y, residual, layer.mlp_norm, eps)
-            y = ops.linear(ops.swiglu(ops.linear(x, layer.gate_up)), layer.down)
+            y = self.peers.sum(ops.linear(ops.swiglu(ops.linear(x, layer.gate_up)), layer.down))
             x, residual = ops.add_rmsnorm(y, residual, self._norm_of(index + 1), eps)
         return x
 
     def logits(self, hidden: torch.Tensor, inputs: SegmentInputs, ops: PhaseOps) -> torch.Tensor:
         """Logits [R, V] of the rows that need them, from `forward`'s result [T, H]."""
         rows = hidden if inputs.logit_rows is None else hidden[inputs.logit_rows]
-        logits: torch.Tensor = ops.linear(rows, self.head)
-        return logits
+        return self.ends.logits(rows, ops.linear)
 
     def _attention(
         self,
@@ -132,7 +135,7 @@ class DenseModel:
             window=layer.window,
         )  # [T, Hq, D]
         y: torch.Tensor = ops.linear(out.view(tokens, arch.heads * arch.head_dim), layer.o)
-        return y
+        return self.peers.sum(y)
 
     def _norm_of(self, index: int) -> torch.Tensor:
         return self.layers[index].attn_norm if index < len(self.layers) else self.norm

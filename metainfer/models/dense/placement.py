@@ -80,13 +80,14 @@ def objections(
 
 
 def on_rank(arch: DenseArch, layout: LayoutPlan) -> DenseArch:
-    """What caches and activations of one rank follow from: its heads and its channels."""
+    """What ops, caches and activations of one rank follow from: its heads and its channels."""
     tensor = layout.tensor
     return replace(
         arch,
         heads=-(-arch.heads // tensor),
         kv_heads=-(-arch.kv_heads // tensor),
         ffn=-(-arch.ffn // tensor),
+        ranks=tensor,
     )
 
 

@@ -1,0 +1,47 @@
+"""A rank's groups over shared memory of one host: what ranks on a CPU open."""
+
+from __future__ import annotations
+
+from metainfer.comm.api import Communicator
+from metainfer.comm.backends.shm_cpu import ShmComm
+from metainfer.comm.backends.slabs import gather_bytes
+from metainfer.comm.peers import Linked, Place, Ranks
+from metainfer.comm.plan_offers import Ability
+
+
+class HostRanks:
+    """This rank's groups over shared memory of the host; `ranks` is for the model.
+
+    Collective: every rank of `token` opens it.
+
+    Raises:
+        UserError, CommError: the memory cannot be had, or a rank is missing.
+    """
+
+    def __init__(self, token: str, place: Place) -> None:
+        self._opened: dict[tuple[int, ...], ShmComm] = {}
+        self._linked: dict[tuple[int, ...], Linked] = {}
+        for role, ranks in place.groups().items():
+            if ranks not in self._opened:
+                index = ranks.index(place.rank)
+                name = f"{token}-{role}-{ranks[0]}"
+                self._opened[ranks] = ShmComm.open(name, index, len(ranks))
+        for ranks, comm in self._opened.items():
+            self._linked[ranks] = Linked(comm.rank, comm.world, _communicator(comm))
+        found = {role: self._linked[ranks] for role, ranks in place.groups().items()}
+        self.ranks = Ranks(**found)
+
+    def abort(self, cause: str) -> None:
+        """Let peers that wait for this rank go."""
+        for comm in self._opened.values():
+            comm.abort(cause)
+
+    def close(self) -> None:
+        for comm in self._opened.values():
+            comm.close()
+
+
+def _communicator(comm: ShmComm) -> Communicator:
+    found = Communicator({"shm_cpu": comm}, [Ability(backend="shm_cpu", slots=comm.slots)])
+    found.agree_on_rules(lambda mine: gather_bytes(comm, found.plan, mine))
+    return found

@@ -1,0 +1,140 @@
+"""The ranks that share a model's matrices, as its forward pass sees them.
+
+A model says where ranks hold parts of one sum, or columns or rows of one matrix; alone, each call
+gives back what it got and launches nothing. Sums are exact (`request.Precision.EXACT`): in rank
+order, rounded once, so every rank goes on with the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from metainfer.comm.api import Communicator
+from metainfer.comm.request import Op, Request
+from metainfer.core.plan import LayoutPlan
+
+
+class Peers(Protocol):
+    """`size` ranks, of which this is `rank`. Every rank makes the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks of `x`, which may be overwritten."""
+        ...
+
+    def sum_rows(self, x: Tensor) -> Tensor:
+        """This rank's rows [T, ...] of the sum over ranks of x [size * T, ...]."""
+        ...
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Every rank's x [T, ...], one after the other: [size * T, ...]."""
+        ...
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Every rank's x [R, C], side by side: [R, size * C]."""
+        ...
+
+
+class Alone:
+    """One rank."""
+
+    rank, size = 0, 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def sum_rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def columns(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Linked:
+    """Several ranks over a `Communicator` whose rules all of them have agreed on."""
+
+    def __init__(self, rank: int, size: int, comm: Communicator) -> None:
+        self.rank, self.size = rank, size
+        self._comm = comm
+
+    def sum(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        return self._run(Op.ALL_REDUCE, x.numel(), x, x)
+
+    def sum_rows(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        return self._run(Op.REDUCE_SCATTER, x.numel(), x.contiguous(), out)
+
+    def rows(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
+        return self._run(Op.ALL_GATHER, out.numel(), x.contiguous(), out)
+
+    def columns(self, x: Tensor) -> Tensor:
+        rows, width = x.shape
+        parts = self.rows(x).view(self.size, rows, width)
+        return parts.transpose(0, 1).reshape(rows, self.size * width)
+
+    def _run(self, op: Op, count: int, given: Tensor, out: Tensor) -> Tensor:
+        dtype = str(given.dtype).removeprefix("torch.")
+        request = Request(op=op, count=count, dtype=dtype, world=self.size)
+        self._comm.run(request, given, out)
+        return out
+
+
+ALONE = Alone()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One rank's company in each role.
+
+    `tensor`: ranks that share heads and channels, one KV domain. `expert`: ranks that hold whole
+    experts of one set. `domains`: one rank of each KV domain that sends tokens to that set.
+    """
+
+    tensor: Peers = ALONE
+    expert: Peers = ALONE
+    domains: Peers = ALONE
+
+
+SINGLE = Ranks()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where `rank` stands under a layout: domains are runs of `tensor` ranks, sets of experts runs
+    of `expert` ranks."""
+
+    layout: LayoutPlan
+    rank: int
+
+    @property
+    def domain(self) -> int:
+        return self.rank // self.layout.tensor
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether ranks of other domains compute this rank's tokens."""
+        return self.layout.expert > self.layout.tensor
+
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Role -> the ranks of this rank's group, in order; roles in which it is alone left out.
+
+        Groups that hold the same ranks are one: their first role names it.
+        """
+        tensor, expert, rank = self.layout.tensor, self.layout.expert, self.rank
+        first = rank // tensor * tensor
+        found = {"tensor": tuple(range(first, first + tensor))}
+        block = rank // expert * expert
+        found["expert"] = tuple(range(block, block + expert))
+        if self.shares_tokens:
+            found["domains"] = tuple(range(block + rank % tensor, block + expert, tensor))
+        return {role: ranks for role, ranks in found.items() if len(ranks) > 1}
