@@ -47,7 +47,8 @@ class DeepSeekV4Arch:
 
     `kinds` per layer; `csa`, `hca`: tokens of one compressed entry. `clamp_shared`: the shared
     expert is clamped like the routed ones, as deployed engines do (the published code does not).
-    `mtp`: the draft layer is loaded and run beside the model.
+    `mtp`: the draft layer is loaded and run beside the model. `ranks`: how many share each matrix,
+    `expert_ranks`: the experts; of one rank, heads, output groups and ffn are its own.
     """
 
     layers: int
@@ -85,6 +86,8 @@ class DeepSeekV4Arch:
     draft_layers: int = 0
     dspark_block: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    ranks: int = 1
+    expert_ranks: int = 1
 
     @property
     def family(self) -> str:
@@ -103,6 +106,11 @@ class DeepSeekV4Arch:
         return {LayerKind.WINDOW: 0, LayerKind.CSA: self.csa, LayerKind.HCA: self.hca}[
             self.kinds[layer]
         ]
+
+    @property
+    def expert_ffn(self) -> int:
+        """Channels of a routed expert: of one rank, its part unless it holds whole experts."""
+        return self.ffn if self.expert_ranks == 1 else self.ffn * self.ranks
 
     def count(self, *kinds: LayerKind) -> int:
         """How many layers are of these kinds."""

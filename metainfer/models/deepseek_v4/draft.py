@@ -82,7 +82,7 @@ class MtpDrafter:
         """Streams [T, N, D] behind the draft layer, from those behind the model or itself."""
         eps, (tokens, count, width) = self._model.arch.norm_eps, streams.shape
         e_proj, h_proj = self._join
-        word = ops.rmsnorm(ops.embed(next_ids, self._model.embed), self._norms[0], eps)
+        word = ops.rmsnorm(self._model.ends.words(next_ids, ops), self._norms[0], eps)
         flat = ops.rmsnorm(streams.reshape(-1, width), self._norms[1], eps)  # [T N, D]
         joined = ops.linear(flat, h_proj).view(tokens, count, width)
         joined = joined + ops.linear(word, e_proj).unsqueeze(1)
@@ -93,8 +93,7 @@ class MtpDrafter:
         arch = self._model.arch
         x = ops.hyper_head(streams, *self._collapse, norm_eps=arch.norm_eps, eps=arch.hyper_eps)
         x = ops.rmsnorm(x, self._norm, arch.norm_eps)
-        logits: Tensor = ops.linear_f32(x, self._model.head)
-        return logits.argmax(dim=-1)
+        return self._model.ends.logits(x, ops.linear_f32).argmax(dim=-1)
 
     def _following(
         self, inputs: SegmentInputs, runs: Tensor, positions: Tensor, ids: Tensor

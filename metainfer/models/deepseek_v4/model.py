@@ -3,7 +3,9 @@
 Shapes: T tokens, N residual streams, D hidden, H query heads, d head width (keys and values are one
 latent), R rotated channels, G output groups, E experts, F expert width, V vocabulary.
 Every computation goes through `ops`, the table of implementations that the plan chose for this
-phase; nothing here knows a device, a dtype, a packing or a cache format.
+phase; nothing here knows a device, a dtype, a packing or a cache format. Where ranks share the
+model, H, G and F are those of one rank, experts may lie whole on ranks, and `wo_b`, the experts and
+the shared expert give parts of sums; latents, entries and the indexer are on every rank.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
+from metainfer.comm.peers import SINGLE, Ranks
 from metainfer.core.step import ALL_LAYERS
 from metainfer.kernels.table import PhaseOps
+from metainfer.models.common.ends import Ends
 from metainfer.models.common.inputs import SegmentInputs
 from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
 from metainfer.models.deepseek_v4.layer import Layer, read_layer
@@ -42,9 +46,10 @@ class DeepSeekV4Model:
         plain: Mapping[str, Tensor],
         cos_sin: Tensor,
         compress_cos_sin: Tensor,
+        ranks: Ranks = SINGLE,
     ) -> None:
-        self.arch = arch
-        self.embed, self.head = packed["embed"], packed["lm_head"]
+        self.arch, self.ranks = arch, ranks
+        self.ends = Ends(packed["embed"], packed["lm_head"], ranks.tensor)
         self.norm = plain["norm"]
         self.collapse = tuple(plain[f"hc_head_{leaf}"] for leaf in ("fn", "base", "scale"))
         self.tables = (cos_sin, compress_cos_sin)  # [M, R] float32 each
@@ -65,7 +70,7 @@ class DeepSeekV4Model:
         """Run the layers below `stop_layer`, then collapse the streams and norm."""
         arch = self.arch
         last = len(self.layers) if stop_layer == ALL_LAYERS else stop_layer
-        x = ops.embed(inputs.ids, self.embed)  # [T, D]
+        x = self.ends.words(inputs.ids, ops)  # [T, D]
         streams = x.unsqueeze(1).repeat(1, arch.streams, 1)  # [T, N, D]
         for layer, cache in zip(self.layers[:last], caches, strict=False):
             streams = self.layer(layer, streams, cache, inputs, ops)
@@ -75,8 +80,7 @@ class DeepSeekV4Model:
     def logits(self, hidden: Hidden, inputs: SegmentInputs, ops: PhaseOps) -> Tensor:
         """Logits [R, V] of the rows that need them, in float32 as the recipe has them."""
         rows = hidden.normed if inputs.logit_rows is None else hidden.normed[inputs.logit_rows]
-        logits: Tensor = ops.linear_f32(rows, self.head)
-        return logits
+        return self.ends.logits(rows, ops.linear_f32)
 
     def layer(
         self, layer: Layer, streams: Tensor, caches: Caches, inputs: SegmentInputs, ops: PhaseOps
@@ -146,7 +150,7 @@ class DeepSeekV4Model:
         )  # [T, H, d]
         z = ops.out_group(o, layer.wo_a, groups=arch.o_groups)  # [T, G * o_rank]
         y: Tensor = ops.linear(z, layer.wo_b)
-        return y
+        return self.ranks.tensor.sum(y)
 
     def _compress(
         self,
@@ -214,8 +218,28 @@ class DeepSeekV4Model:
             ids, weights = ops.moe_route(
                 x, layer.gate, layer.bias, top_k=arch.experts_per_token, scale=arch.routed_scale
             )
-        routed: Tensor = ops.moe_experts(x, ids, weights, layer.w13, layer.w2, limit=arch.limit)
         limit = arch.limit if arch.clamp_shared else 0.0
         hidden = ops.swiglu_clamp(ops.linear(x, layer.shared13), limit)
-        y: Tensor = routed + ops.linear(hidden, layer.shared2)
-        return y
+        shared: Tensor = ops.linear(hidden, layer.shared2)
+        ranks = self.ranks
+        if ranks.domains.size > 1:  # the tokens of all domains meet at the experts
+            x, ids, weights = (ranks.domains.rows(part) for part in (x, ids, weights))
+        if ranks.expert.size > 1:
+            ids = self._held(ids)
+        routed: Tensor = ops.moe_experts(x, ids, weights, layer.w13, layer.w2, limit=arch.limit)
+        if ranks.domains.size == 1:
+            return ranks.tensor.sum(routed + shared)
+        return self._own(routed) + ranks.tensor.sum(shared)
+
+    def _held(self, ids: Tensor) -> Tensor:
+        """Ids as this rank numbers the experts that it holds; -1 for those of others."""
+        count = self.arch.experts // self.ranks.expert.size
+        local = ids - self.ranks.expert.rank * count
+        return local.where((local >= 0) & (local < count), -1)
+
+    def _own(self, routed: Tensor) -> Tensor:
+        """This domain's rows of what all ranks computed for the tokens of all domains."""
+        domains, expert = self.ranks.domains, self.ranks.expert
+        if expert.size == domains.size:
+            return expert.sum_rows(routed)
+        return expert.sum(routed).view(domains.size, -1, routed.shape[1])[domains.rank]

@@ -24,6 +24,7 @@ _TENSOR: Mapping[str, Cut] = {
     "embed": Cut.ROWS,
     "linear.lm_head": Cut.ROWS,
     "linear.wq_b": Cut.ROWS,
+    "attn_sparse": Cut.ROWS,  # the sinks of its heads
     "out_group": Cut.ROWS,
     "linear.wo_b": Cut.COLUMNS,
     "linear.shared13": Cut.ROWS,
@@ -83,7 +84,8 @@ def objections(
 
 
 def on_rank(arch: DeepSeekV4Arch, layout: LayoutPlan) -> DeepSeekV4Arch:
-    """What caches and activations of one rank follow from: its heads, its part of an expert.
+    """What ops, caches and activations of one rank follow from: its heads, its experts or its part
+    of each.
 
     Experts that ranks share get the tokens of all of them: as many rows in all as a part of every
     expert would give.
@@ -94,6 +96,8 @@ def on_rank(arch: DeepSeekV4Arch, layout: LayoutPlan) -> DeepSeekV4Arch:
         heads=-(-arch.heads // tensor),
         o_groups=-(-arch.o_groups // tensor),
         ffn=-(-arch.ffn // tensor),
+        ranks=tensor,
+        expert_ranks=layout.expert,
     )
 
 

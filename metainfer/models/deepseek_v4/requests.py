@@ -118,10 +118,10 @@ class _Requests:
         self.ask("moe_route_hash", route, arch.hash_layers)
         self.ask("moe_route", route, arch.layers - arch.hash_layers)
         shape = {
-            "e": arch.experts,
+            "e": arch.experts // arch.expert_ranks,
             "top_k": arch.experts_per_token,
             "d": arch.hidden,
-            "f": arch.ffn,
+            "f": arch.expert_ffn,
         }
         schemes = {
             site: names for site, names in self.schemes.items() if site.startswith("experts.")
@@ -132,7 +132,7 @@ class _Requests:
 
     def ends(self, logit_rows: int) -> None:
         arch = self.arch
-        self.ask("embed", {"n": arch.vocab_size, "d": arch.hidden}, 1)
+        self.ask("embed", {"n": arch.vocab_size // arch.ranks, "d": arch.hidden}, 1)
         self.ask("rmsnorm", {"d": arch.hidden}, 1)
         self.ask("sample", {"v": arch.vocab_size, "rows": logit_rows}, 1)
 
@@ -147,6 +147,7 @@ class _Requests:
             op, head = site.partition(".")[0], site == "linear.lm_head"
             if op in ("linear", "linear_f32"):
                 n, k = shapes[site]
+                n = n // self.arch.ranks if head else n
                 shape = {"rows": logit_rows if head else self.rows, "n": n, "k": k}
                 self.ask("linear_f32" if head else op, shape, count, site=site)
 
