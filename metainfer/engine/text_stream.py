@@ -15,10 +15,11 @@ import msgspec
 from metainfer.core.errors import InternalError, RequestError
 from metainfer.core.request import FinishReason, Request, SamplingParams
 from metainfer.core.step import RequestOutput, TokenLogprobs
+from metainfer.text.answer import Piece, Run, text_of
+from metainfer.text.calls import Call
 
 if TYPE_CHECKING:
     from metainfer.text.answer import Answer, AnswerParser
-    from metainfer.text.calls import Call
     from metainfer.text.markers import MarkerTokens
     from metainfer.text.stops import StopMatcher
     from metainfer.text.tokenizer import Tokenizer
@@ -32,17 +33,31 @@ class Delta(msgspec.Struct):
     ``tool_calls`` at the end.
 
     `starts[i]` is the character offset at which `tokens[i]` begins in the generated text.
-    `reasoning` and `calls` are filled where the answer is read in channels.
+    `pieces` are in the order in which the model wrote them; where the answer is not read in
+    channels all of it is content.
     """
 
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = []
+    pieces: list[Piece] = []
     tokens: tuple[int, ...] = ()
     starts: list[int] = []
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What is added to the content."""
+        return text_of(self.pieces, "content")
+
+    @property
+    def reasoning(self) -> str:
+        """What is added to the reasoning."""
+        return text_of(self.pieces, "reasoning")
+
+    @property
+    def calls(self) -> list[Call]:
+        """Calls that became whole."""
+        return [piece for piece in self.pieces if isinstance(piece, Call)]
 
 
 class TextStream:
@@ -61,6 +76,7 @@ class TextStream:
         "_offset",
         "_one_call",
         "_parser",
+        "_symbols",
         "_want_starts",
         "cached_tokens",
         "completion_tokens",
@@ -93,7 +109,8 @@ class TextStream:
         self._one_call = one_call
         self._called = False
         self.reasoning_tokens = 0
-        self._finder = _finder(stops, {} if markers is None else markers.symbols)
+        self._symbols = {} if markers is None else markers.symbols
+        self._finder = _finder(stops, self._symbols)
         self._min_tokens = params.min_tokens
         self._want_starts = params.logprobs is not None
         self._offset = 0
@@ -120,7 +137,7 @@ class TextStream:
             prompt_logprobs=output.prompt_logprobs,
         )
         if self._finder is None and self._parser is None and not self._want_starts:
-            delta.text = self._detokenizer.push(output.tokens) if output.tokens else ""
+            _say(delta, self._detokenizer.push(output.tokens) if output.tokens else "")
             self.completion_tokens += len(output.tokens)
         else:
             self._push_each(output.tokens, delta)
@@ -153,7 +170,7 @@ class TextStream:
     def _write(self, delta: Delta, text: str, tokens: int = 0) -> None:
         """Add `text`, which `tokens` tokens spelled, to its channels."""
         if self._parser is None:
-            delta.text += text
+            _say(delta, text)
             return
         reasoned = self._parser.in_reasoning
         self._add(delta, self._parser.push(text))
@@ -163,17 +180,25 @@ class TextStream:
             self.finish = FinishReason.STOP.value
 
     def _add(self, delta: Delta, answer: Answer) -> None:
-        delta.reasoning += answer.reasoning
-        delta.text += answer.content
-        if answer.calls:
-            wanted = 0 if self._one_call and self._called else 1
-            delta.calls += answer.calls[:wanted] if self._one_call else answer.calls
-            self._called = True
+        for piece in answer.pieces:
+            if isinstance(piece, Call):
+                if self._one_call and self._called:
+                    continue
+                self._called = True
+            delta.pieces.append(piece)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Stable words about what in the answer was not as it should be."""
         return () if self._parser is None else tuple(self._parser.notes)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string at which the text ended, as the client spelled it."""
+        from metainfer.text.scan import plain
+
+        matched = None if self._finder is None else self._finder.matched
+        return None if matched is None else plain(matched, self._symbols)
 
     def _stop(self, text: str) -> str:
         if self._finder is None or self.completion_tokens < self._min_tokens:
@@ -192,6 +217,11 @@ class TextStream:
             self.finish = FinishReason.STOP.value
             return text
         return text + self._finder.flush()
+
+
+def _say(delta: Delta, text: str) -> None:
+    if text:
+        delta.pieces.append(Run("content", text))
 
 
 def _finder(stops: Sequence[str], symbols: Mapping[str, str]) -> StopMatcher | None:

@@ -14,7 +14,7 @@ One automaton for every family (`markup.py`). Rules, the same for every cut of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
@@ -26,13 +26,45 @@ from metainfer.text.scan import Buffer, plain, substitute
 MAX_GAP = 8
 
 
+Channel = Literal["reasoning", "content"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Text of one channel."""
+
+    channel: Channel
+    text: str
+
+
+Piece = Run | Call
+"""A run of text, or one whole call."""
+
+
+def text_of(pieces: Sequence[Piece], channel: Channel) -> str:
+    """The text of `channel` in `pieces`."""
+    return "".join(
+        piece.text for piece in pieces if isinstance(piece, Run) and piece.channel == channel
+    )
+
+
 @dataclass(slots=True)
 class Answer:
-    """What a push adds to each channel."""
+    """What a push adds, in the order in which the model wrote it."""
 
-    reasoning: str = ""
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def reasoning(self) -> str:
+        return text_of(self.pieces, "reasoning")
+
+    @property
+    def content(self) -> str:
+        return text_of(self.pieces, "content")
+
+    @property
+    def calls(self) -> list[Call]:
+        return [piece for piece in self.pieces if isinstance(piece, Call)]
 
 
 class _State(Enum):
@@ -205,7 +237,7 @@ class AnswerParser:
                 self._note("call_not_offered")
                 continue
             name, arguments = plain(call.name, self._symbols), plain(call.arguments, self._symbols)
-            self._answer.calls.append(Call(name, arguments))
+            self._answer.pieces.append(Call(name, arguments))
 
     def _write(self, text: str) -> None:
         """Text of the current channel: drop its head newlines, hold back its last ones."""
@@ -230,7 +262,6 @@ class AnswerParser:
 
     def _emit(self, text: str) -> None:
         text = plain(text, self._symbols)
-        if self._state is _State.REASONING:
-            self._answer.reasoning += text
-        else:
-            self._answer.content += text
+        channel: Channel = "reasoning" if self._state is _State.REASONING else "content"
+        if text:
+            self._answer.pieces.append(Run(channel, text))

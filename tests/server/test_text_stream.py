@@ -23,6 +23,7 @@ from metainfer.engine.text_stream import (
     expand,
 )
 from metainfer.text.dialogue import Prompt
+from metainfer.text.markup import Opening
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "text"))
 
@@ -194,3 +195,17 @@ def test_channels_do_not_depend_on_the_cut(case: Transcript) -> None:
         sizes = [draw.randint(0, 6) for _ in range(200)]
         assert total(sizes) == whole
         assert total(sizes, ["Plan", "o"]) == stopped
+
+
+def test_the_stop_string_that_ended_the_text_is_known() -> None:
+    text = byte_deepseek(512)
+    params = SamplingParams(max_tokens=99)
+    for said, stops, found in (
+        ("one END two", ["two", "END"], "END"),
+        ("one", ["END"], None),
+        ("so</think>on", ["</think>"], "</think>"),  # as the client spelled it
+    ):
+        ids = text.tokenizer.encode(said, add_special=False)
+        stream = text.answer_stream(stops, params, Prompt([], Opening.CONTENT), calls="text")
+        run(stream, outputs(ids, [1] * len(ids), False))
+        assert stream.stop_string == found

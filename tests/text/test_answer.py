@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transcripts import ALL, C, D, E, R, Transcript, block, invoke, tool_call
 
 from metainfer.text.answer import MAX_GAP, AnswerParser
-from metainfer.text.calls import MAX_CALL_CHARS
+from metainfer.text.calls import MAX_CALL_CHARS, Call
 from metainfer.text.markup import (
     DEEPSEEK,
     HERMES,
@@ -167,11 +167,14 @@ def framed(text: str, end: bool = True) -> str:
     return body + text[len(body) :][: max(0, len(text) - len(body) - MAX_GAP)]
 
 
-@given(st.lists(st.sampled_from(
+SOUP = st.lists(st.sampled_from(
     ["<think>", "</think>", f"<{D}tool_calls>", f'<{D}invoke name="f">', f"</{D}invoke>",
      f'<{D}parameter name="a" string="true">', f"</{D}parameter>", f"</{D}tool_calls>", f"<{D}",
      "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', '{"a', "x", "\n", "\n\n",
-     " ", "<", "</", ">", '"', "\\", "}"]), max_size=14),
+     " ", "<", "</", ">", '"', "\\", "}"]), max_size=14)  # fmt: skip
+
+
+@given(SOUP,
     st.sampled_from([DEEPSEEK, QWEN3, HERMES, THINK]), st.sampled_from([R, C, E]), st.booleans(),
 )  # fmt: skip
 @settings(max_examples=400, deadline=None)
@@ -186,6 +189,37 @@ def test_soup_is_parsed_alike_for_every_split(soup, markup, opening, cut) -> Non
     tokens = substitute(text, symbols)
     got = parse(markup, opening, list(tokens), cut=cut, symbols=symbols)
     assert not any(marker in got[0] + got[1] for marker in markup.markers)
+
+
+def order(markup: Markup, opening: Opening, pieces: Iterable[str], *, cut: bool) -> list[list[str]]:
+    """What was written in which order; neighbouring runs of a channel are one."""
+    parser = AnswerParser(markup, opening)
+    found: list[list[str]] = []
+    for answer in (*map(parser.push, pieces), parser.finish(cut=cut)):
+        for piece in answer.pieces:
+            if isinstance(piece, Call):
+                found.append(["call", piece.name, piece.arguments])
+            elif found and found[-1][0] == piece.channel:
+                found[-1][1] += piece.text
+            else:
+                found.append([piece.channel, piece.text])
+    return found
+
+
+@given(SOUP, st.sampled_from([DEEPSEEK, QWEN3]), st.sampled_from([R, C, E]), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_the_order_of_pieces_is_the_same_for_every_split(soup, markup, opening, cut) -> None:
+    expected = order(markup, opening, ["".join(soup)], cut=cut)
+    assert order(markup, opening, soup, cut=cut) == expected
+    assert order(markup, opening, list("".join(soup)), cut=cut) == expected
+
+
+def test_text_between_calls_keeps_its_place() -> None:
+    text = f"a{tool_call('f', {})}b{tool_call('g', {})}c<think>d</think>e"
+    assert [piece[:2] for piece in order(QWEN3, C, [text], cut=False)] == [
+        ["content", "a"], ["call", "f"], ["content", "b"], ["call", "g"], ["content", "c"],
+        ["reasoning", "d"], ["content", "e"],
+    ]  # fmt: skip
 
 
 def test_b32_reasoning_that_is_never_closed_is_kept_and_said() -> None:
