@@ -7,11 +7,33 @@ tell a user's word from ours.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 
 from metainfer.core.ledger import Origin
 
 GOALS = ("throughput", "latency", "ttft", "context")
+
+DECISIONS: Mapping[str, str] = {
+    "model": "model",
+    "platform": "platform",
+    "goal": "goal_layout",
+    "dtype": "model.dtype",
+    "context": "limits.max_context",
+    "concurrency": "limits.max_running",
+    "kv_bytes": "kv_tokens",
+    "memory_share": "kv_tokens",
+    "page_tokens": "kv_groups",
+    "chunk_tokens": "limits.step_tokens",
+    "threads": "threads",
+    "prefix_cache": "prefix_cache",
+    "draft": "draft",
+    "model_options": "model",
+    "ops": "ops",
+    "layouts": "bundle",
+    "parallel": "layouts",
+    "allow_fallback": "ops",
+}
+"""Field of an intent -> the decision of the plan that it bears on (``ops``: all of ``ops.*``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +43,14 @@ class Intent:
     `model`: a model reference. `platform`: ``auto`` or a platform's name. `dtype`: activation type
     (``float32``, ``bfloat16`` ...). `context`: tokens one sequence must be able to hold.
     `concurrency`: sequences running at once. `kv_bytes`: device memory for the cache.
+    `memory_share`: the part of the device's memory that may be used, above 0 up to 1.
     `chunk_tokens`: most tokens in a step. `threads`: CPU threads. `ops`: op or site ->
     implementation. `layouts`: role -> layout id. `allow_fallback`: ops that may take a reference
     path. `parallel`: how cards share the model (``single``, ``tp8``, ``ep8`` ...), by name.
     `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
     ``mtp:N``. `model_options`: switches of the model's family, where its published code and its
-    deployments differ.
+    deployments differ. `said`: field -> where its value came from, in words, where it was not
+    simply a flag.
     """
 
     model: str
@@ -36,6 +60,7 @@ class Intent:
     context: int | None = None
     concurrency: int | None = None
     kv_bytes: int | None = None
+    memory_share: float | None = None
     page_tokens: int | None = None
     chunk_tokens: int | None = None
     threads: int | None = None
@@ -47,10 +72,13 @@ class Intent:
     parallel: str | None = None
     allow_fallback: tuple[str, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict)
+    said: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> Origin:
         """Who set field `name`: as given, else a flag when it differs from the default."""
         if name in self.origins:
             return self.origins[name]
-        default = next(f for f in fields(self) if f.name == name).default
+        declared = next(f for f in fields(self) if f.name == name)
+        made = declared.default_factory
+        default = declared.default if made is MISSING else made()
         return Origin.DEFAULT if getattr(self, name) == default else Origin.FLAG

@@ -190,7 +190,7 @@ class Cards:
         if self.facts.device.kind == CPU or memory is None:
             return []
         left = memory - held
-        reserve = min(memory - _usable(memory), left)  # an asked cache may reach into it
+        reserve = min(memory - self._usable(memory), left)  # an asked cache may reach into it
         return [
             LedgerRow(item="allocator and context (seed)", kind="reserve", bytes=reserve),
             LedgerRow(item="left over", kind="free", bytes=left - reserve),
@@ -201,7 +201,8 @@ class Cards:
         device = self.facts.device
         on_cpu = device.kind == CPU
         memory = self.facts.host.memory_bytes if on_cpu else device.memory_bytes
-        usable = memory if on_cpu or memory is None else _usable(memory)
+        whole = memory is None or (on_cpu and self.intent.memory_share is None)
+        usable = memory if memory is None or whole else self._usable(memory)
         free = None if usable is None else usable - held
         if self.intent.kv_bytes is not None:
             most = None if memory is None else memory - held
@@ -219,7 +220,12 @@ class Cards:
             )
         if free <= 0:
             raise self._too_large(layout, held, usable)
-        return (min(memory // 8, free), free) if on_cpu else (free, free)
+        return (min(memory // 8, free), free) if whole else (free, free)
+
+    def _usable(self, memory: int) -> int:
+        """Bytes that weights, cache and the rest may take together."""
+        share = self.intent.memory_share
+        return int(memory * (1 - RESERVE_PART if share is None else share))
 
     def _too_large(self, layout: LayoutPlan, held: int, usable: int) -> RefusedError:
         message = f"weights and activations need {held:,} B, {usable:,} B are usable"
@@ -231,10 +237,6 @@ class Cards:
             reasons=(Reason("memory", message, {"need": held, "have": usable}),),
             code=DOES_NOT_FIT,
         )
-
-
-def _usable(memory: int) -> int:
-    return int(memory * (1 - RESERVE_PART))
 
 
 def _asked_too_much(asked: int, free: int) -> RefusedError:

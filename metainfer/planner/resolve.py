@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from metainfer.core.errors import RefusedError, UsageError
-from metainfer.core.intent import GOALS, Intent
-from metainfer.core.ledger import DecisionLedger, Loser, Origin
+from metainfer.core.intent import DECISIONS, GOALS, Intent
+from metainfer.core.ledger import Decision, DecisionLedger, Loser, Origin
 from metainfer.core.plan import DraftPlan, GroupPlan, Limits, ModelPlan, OpPlan, Plan
 from metainfer.core.step import Phase
 from metainfer.kernels.impl import OpRequest
@@ -225,13 +225,13 @@ class _Resolver:
 
     def record_selection(self, selection: Selection) -> None:
         losers = tuple(Loser(refused.name, refused.reasons) for refused in selection.refused)
-        pinned = bool(self.intent.layouts)
+        pinned, asked = bool(self.intent.layouts), self.intent.origin("layouts")
         predicted = selection.bundle.seconds is not None
         least, first = "with the least predicted time", "declared first: no cost is known"
         self.ledger.record(
             "bundle",
             selection.bundle.name,
-            Origin.FLAG if pinned else Origin.COST_MODEL if predicted else Origin.DEFAULT,
+            asked if pinned else Origin.COST_MODEL if predicted else Origin.DEFAULT,
             f"the feasible set of shared layouts {least if predicted else first}",
             losers,
         )
@@ -240,7 +240,8 @@ class _Resolver:
             pin = request.site in self.intent.ops or request.op in self.intent.ops
             measured = "record" in choice.why
             ranked = Origin.DEFAULT if choice.seconds is None else Origin.COST_MODEL
-            origin = Origin.FLAG if pin else Origin.RECORD if measured else ranked
+            asked = self.intent.origin("ops")
+            origin = asked if pin else Origin.RECORD if measured else ranked
             self.ledger.record(
                 f"ops.{request.site}@{request.phase.value}",
                 choice.impl.id,
@@ -319,8 +320,22 @@ class _Resolver:
             limits=limits,
             draft=draft,
             ledger=held.ledger(),
-            decisions=self.ledger.freeze(),
+            decisions=self.decisions(),
         )
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """The ledger, with where the user's values came from."""
+        said: dict[str, list[str]] = {}
+        for name, words in self.intent.said.items():
+            said.setdefault(DECISIONS[name], []).append(words)
+        found = []
+        for decision in self.ledger.freeze():
+            key = decision.key
+            if key.startswith("ops.") and decision.origin is self.intent.origin("ops"):
+                key = "ops"
+            why = "; ".join((decision.why, *said.get(key, ())))
+            found.append(replace(decision, why=why))
+        return tuple(found)
 
 
 def resolve(
@@ -344,6 +359,10 @@ def resolve(
     """
     if intent.goal not in GOALS:
         raise UsageError(f"goal {intent.goal!r} is not known.", f"Goals: {', '.join(GOALS)}.")
+    if intent.memory_share is not None and not 0 < intent.memory_share <= 1:
+        raise UsageError(
+            f"--memory-share is {intent.memory_share:g}.", "Pass a part of the whole, like 0.9."
+        )
     resolver = _Resolver(intent, model, facts)
     ledger, dtype, limits = resolver.ledger, resolver.dtype(), resolver.limits()
     page, draft = resolver.page_tokens(), resolver.draft(limits)
@@ -367,6 +386,8 @@ def resolve(
     cards.limits = replace(limits, max_running=min(held.running, limits.max_running))
     resolver.record_running(cards.limits.max_running)
     limited = f"limited by {held.cache.limited_by}"
+    if intent.memory_share is not None:
+        limited += f"; at most {intent.memory_share:.0%} of the memory is used"
     ledger.record("kv_tokens", held.kv_tokens, Origin.DERIVED, limited)
     resolver.record_given(machine, source)
     plan = resolver.plan(cards, held, selection, machine)

@@ -1,0 +1,61 @@
+"""The user's word in a plan: who gave it, from where, and the share of memory that may be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_decisions import MODEL, REGISTRY, card, decision, resolved
+
+from metainfer.core.errors import UsageError
+from metainfer.core.intent import DECISIONS, Intent
+from metainfer.core.ledger import Origin
+from metainfer.kernels.select import Policy
+from metainfer.planner.resolve import resolve
+
+
+def test_a_decision_says_which_line_of_which_file_set_it() -> None:
+    said = "--context set by --config serve.toml line 3"
+    plan = resolved(context=4096, origins={"context": Origin.FILE}, said={"context": said})
+    found = decision(plan, "limits.max_context")
+    assert (found.origin, found.why) == (Origin.FILE, f"asked for; {said}")
+    assert plan.plan.fingerprint == resolved(context=4096).plan.fingerprint  # reasons do not count
+
+
+def test_pins_carry_where_they_came_from() -> None:
+    origins = {"ops": Origin.FILE}
+    plan = resolved(ops={"rmsnorm": "torch"}, origins=origins, said={"ops": "set by f line 2"})
+    pinned = [d for d in plan.plan.decisions if d.origin is Origin.FILE]
+    assert pinned and all("rmsnorm" in d.key and "set by f line 2" in d.why for d in pinned)
+    others = [d for d in plan.plan.decisions if d.origin is not Origin.FILE]
+    assert not any("set by" in d.why for d in others)
+
+
+def test_every_wish_names_a_decision_of_the_plan() -> None:
+    keys = {d.key for d in resolved().plan.decisions} | {"ops", "goal_layout"}
+    assert set(DECISIONS.values()) <= keys
+    wishes = set(Intent.__dataclass_fields__) - {"origins", "said"}
+    assert set(DECISIONS) == wishes
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
+def test_no_more_than_the_share_of_memory_is_used(share: float) -> None:
+    wish = {"memory_share": share, "concurrency": 4096, "chunk_tokens": 4096}
+    plan = resolved(**wish)
+    memory = card().device.memory_bytes
+    assert memory is not None
+    used = sum(
+        row.bytes
+        for row in plan.plan.ledger
+        if row.memory == "device" and row.kind not in ("reserve", "free")
+    )
+    assert used <= share * memory
+    assert used > share * memory - (64 << 20)  # the cache takes what there is
+    assert f"at most {share:.0%} of the memory" in decision(plan, "kv_tokens").why
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01, 90, float("nan")])
+def test_a_share_is_a_part(share: float) -> None:
+    wish: Any = Intent(model="m", memory_share=share)
+    with pytest.raises(UsageError, match="memory-share"):
+        resolve(wish, MODEL, card(), REGISTRY, Policy())
