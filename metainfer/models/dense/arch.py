@@ -21,7 +21,7 @@ from metainfer.kv.book.spec import CacheSpec, GroupKind
 from metainfer.models.arch import Cut, WeightSpec, unknown_options
 from metainfer.models.common.config import ConfigReader, token_ids
 from metainfer.models.common.rope import read_rope
-from metainfer.models.dense import placement
+from metainfer.models.dense import cost, placement
 from metainfer.ops.rope.spec import RopeSpec
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -231,8 +231,8 @@ class DenseArch:
     def on_rank(self, layout: LayoutPlan) -> DenseArch:
         return placement.on_rank(self, layout)
 
-    def costs(self) -> None:
-        """No cost model yet: nothing is predicted."""
+    def costs(self) -> cost.Costs:
+        return cost.Costs(self)
 
     def table_bytes(self, positions: int) -> int:
         """The float32 table of cosines and sines."""

@@ -1,0 +1,264 @@
+"""Measured step times become a price: per phase, what a step costs beside and for its amounts.
+
+``seconds = overhead + bytes * b + FLOPs * f + attention FLOPs * a``, coefficients not negative,
+fitted to relative errors; times a ratio over the rows of a step, interpolated between those that
+were measured, for what the line misses (a kernel that changes its tile). Collectives are added as
+modelled: they are not part of a fit.
+
+The band is honest about rows that were not measured: every sample is predicted from the others, and
+the largest error so found is its half width, never below `LEAST_BAND`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from metainfer.core.errors import UserError
+from metainfer.core.step import Phase
+from metainfer.planner.steps import Amounts
+
+KIND = "steps"
+"""Of the records that hold a `Calibration`."""
+
+LEAST_BAND = 0.10
+"""Half width of a calibrated band at least (seed): another hour of the same machine."""
+ENOUGH_ROWS = 3
+"""Different row counts from which on ratios are interpolated."""
+
+NEAREST: Mapping[Phase, tuple[Phase, ...]] = {
+    Phase.MIXED: (Phase.CHUNK, Phase.DECODE),
+    Phase.VERIFY: (Phase.MIXED, Phase.DECODE, Phase.CHUNK),
+    Phase.CHUNK: (Phase.MIXED,),
+    Phase.DECODE: (Phase.VERIFY, Phase.MIXED),
+    Phase.DRAFT: (Phase.DECODE,),
+}
+"""Which phase stands in for one without measurements, first choice first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A measured step: what it did, and how long that took."""
+
+    phase: Phase
+    amounts: Amounts
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseFit:
+    """Seconds: of a step, a byte, a FLOP, an attention FLOP. `ratios`: (rows, measured over
+    fitted), rising in rows; empty where too few were measured."""
+
+    overhead_s: float
+    byte_s: float
+    flop_s: float
+    attention_s: float
+    ratios: tuple[tuple[int, float], ...] = ()
+
+    def seconds(self, amounts: Amounts) -> float:
+        line = (
+            self.overhead_s
+            + amounts.moved * self.byte_s
+            + amounts.flops * self.flop_s
+            + amounts.attention * self.attention_s
+        )
+        return line * _interpolated(self.ratios, amounts.rows) + amounts.sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A `Price` of one model on one machine. `band`: half width, relative. `request_s`: of a
+    request beside its steps (server, tokenising). `origin`: how it was taken, for people."""
+
+    phases: Mapping[Phase, PhaseFit]
+    band: float
+    samples: int
+    request_s: float = 0.0
+    origin: str = ""
+
+    def __call__(self, phase: Phase, amounts: Amounts) -> float:
+        for candidate in (phase, *NEAREST[phase]):
+            if candidate in self.phases:
+                return self.phases[candidate].seconds(amounts)
+        return next(iter(self.phases.values())).seconds(amounts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "phases": {
+                phase.value: {
+                    "overhead_s": fit.overhead_s,
+                    "byte_s": fit.byte_s,
+                    "flop_s": fit.flop_s,
+                    "attention_s": fit.attention_s,
+                    "ratios": [list(pair) for pair in fit.ratios],
+                }
+                for phase, fit in self.phases.items()
+            },
+            "band": self.band,
+            "samples": self.samples,
+            "request_s": self.request_s,
+            "origin": self.origin,
+        }
+
+
+def calibration_from(payload: Any) -> Calibration:
+    """The calibration of a record or a file.
+
+    Raises:
+        UserError: it is something else.
+    """
+    try:
+        phases = {
+            Phase(name): PhaseFit(
+                overhead_s=float(fit["overhead_s"]),
+                byte_s=float(fit["byte_s"]),
+                flop_s=float(fit["flop_s"]),
+                attention_s=float(fit["attention_s"]),
+                ratios=tuple((int(rows), float(ratio)) for rows, ratio in fit["ratios"]),
+            )
+            for name, fit in payload["phases"].items()
+        }
+        found = Calibration(
+            phases=phases,
+            band=float(payload["band"]),
+            samples=int(payload["samples"]),
+            request_s=float(payload["request_s"]),
+            origin=str(payload["origin"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"a calibration of step times cannot be read: {error!r}.",
+            "Take it again: metainfer bench calibrate MODEL.",
+            code="bad_record",
+        ) from error
+    if not found.phases:
+        raise UserError(
+            "a calibration of step times is empty.", "Take it again.", code="bad_record"
+        )
+    return found
+
+
+def calibrate(
+    samples: Sequence[Sample], *, request_s: float = 0.0, origin: str = ""
+) -> Calibration:
+    """Fit every phase that was measured.
+
+    Raises:
+        UserError: nothing was measured, or a step took no time.
+    """
+    if not samples or any(not each.seconds > 0 for each in samples):
+        raise UserError("there are no step times to fit.", "Measure at least one step.")
+    phases, errors = {}, [0.0]
+    for phase in dict.fromkeys(each.phase for each in samples):
+        of_phase = [each for each in samples if each.phase is phase]
+        phases[phase] = fit(of_phase)
+        errors += left_out(of_phase)
+    return Calibration(
+        phases=phases,
+        band=max(LEAST_BAND, *errors),
+        samples=len(samples),
+        request_s=request_s,
+        origin=origin,
+    )
+
+
+def left_out(samples: Sequence[Sample]) -> list[float]:
+    """Relative error of each sample as the others predict it; none for a lone one."""
+    if len(samples) < 2:
+        return []
+    errors = []
+    for index, sample in enumerate(samples):
+        rest = [*samples[:index], *samples[index + 1 :]]
+        errors.append(abs(fit(rest).seconds(sample.amounts) / sample.seconds - 1))
+    return errors
+
+
+def fit(samples: Sequence[Sample]) -> PhaseFit:
+    """One phase. Coefficients minimise the squares of relative errors and are not negative."""
+    spent = [max(each.seconds - each.amounts.sent, 1e-9) for each in samples]
+    columns = [
+        [1.0 for _ in samples],
+        [each.amounts.moved for each in samples],
+        [each.amounts.flops for each in samples],
+        [each.amounts.attention for each in samples],
+    ]
+    weighted = [[value / s for value, s in zip(column, spent, strict=True)] for column in columns]
+    overhead, byte, flop, attention = _not_negative(weighted, [1.0] * len(samples))
+    line = PhaseFit(overhead_s=overhead, byte_s=byte, flop_s=flop, attention_s=attention)
+    by_rows: dict[int, list[float]] = {}
+    for sample, seconds in zip(samples, spent, strict=True):
+        fitted = line.seconds(sample.amounts) - sample.amounts.sent
+        by_rows.setdefault(sample.amounts.rows, []).append(seconds / fitted if fitted else 1.0)
+    ratios = tuple((rows, statistics.median(found)) for rows, found in sorted(by_rows.items()))
+    return PhaseFit(
+        overhead_s=overhead,
+        byte_s=byte,
+        flop_s=flop,
+        attention_s=attention,
+        ratios=ratios if len(ratios) >= ENOUGH_ROWS else (),
+    )
+
+
+def _interpolated(ratios: Sequence[tuple[int, float]], rows: int) -> float:
+    """Over the logarithm of `rows`; beyond the ends, the end's."""
+    if not ratios:
+        return 1.0
+    if rows <= ratios[0][0]:
+        return ratios[0][1]
+    for (low, below), (high, above) in itertools.pairwise(ratios):
+        if rows <= high:
+            part = math.log(rows / low) / math.log(high / low)
+            return below + part * (above - below)
+    return ratios[-1][1]
+
+
+def _not_negative(columns: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
+    """Least squares with coefficients >= 0: the best of all supports, since there are few."""
+    best, least = [0.0] * len(columns), math.inf
+    for size in range(1, len(columns) + 1):
+        for support in itertools.combinations(range(len(columns)), size):
+            found = _least_squares([columns[i] for i in support], target)
+            if found is None or min(found) < 0:
+                continue
+            error = 0.0
+            for row, wanted in enumerate(target):
+                sum_ = sum(x * columns[i][row] for x, i in zip(found, support, strict=True))
+                error += (sum_ - wanted) ** 2
+            if error < least - 1e-12:
+                least, best = error, [0.0] * len(columns)
+                for x, i in zip(found, support, strict=True):
+                    best[i] = x
+    return best
+
+
+def _least_squares(
+    columns: Sequence[Sequence[float]], target: Sequence[float]
+) -> list[float] | None:
+    """Solve the normal equations of scaled columns; None where they are dependent."""
+    scale = [math.sqrt(sum(x * x for x in column)) for column in columns]
+    if min(scale) == 0 or len(columns) > len(target):
+        return None
+    unit = [[x / s for x in column] for column, s in zip(columns, scale, strict=True)]
+    size = len(unit)
+    rows = [
+        [sum(a * b for a, b in zip(unit[i], unit[j], strict=True)) for j in range(size)]
+        + [sum(a * b for a, b in zip(unit[i], target, strict=True))]
+        for i in range(size)
+    ]
+    for pivot in range(size):
+        best = max(range(pivot, size), key=lambda r: abs(rows[r][pivot]))
+        rows[pivot], rows[best] = rows[best], rows[pivot]
+        if abs(rows[pivot][pivot]) < 1e-9:
+            return None
+        for other in range(size):
+            if other != pivot:
+                factor = rows[other][pivot] / rows[pivot][pivot]
+                rows[other] = [
+                    a - factor * b for a, b in zip(rows[other], rows[pivot], strict=True)
+                ]
+    return [rows[i][size] / rows[i][i] / scale[i] for i in range(size)]
