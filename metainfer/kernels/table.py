@@ -43,6 +43,7 @@ OPS = (
     "moe_route",
     "moe_route_hash",
     "moe_experts",
+    "lora",
 )
 
 BY_WEIGHT = ("linear", "linear_f32")
@@ -120,6 +121,7 @@ class PhaseOps:
     moe_route: Function
     moe_route_hash: Function
     moe_experts: Function
+    lora: Function
 
     def __init__(self, phase: Phase, functions: Mapping[str, tuple[Choice, Function]]) -> None:
         self.phase = phase
