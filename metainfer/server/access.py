@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from metainfer.core.errors import RequestError
-from metainfer.server.errors import error_response, internal
+from metainfer.server.errors import error_response, internal, speaks_anthropic
 from metainfer.server.state import ServerConfig
 
 Scope = MutableMapping[str, Any]
@@ -128,14 +128,14 @@ class Gate:
         try:
             self._check(scope, headers)
         except RequestError as error:
-            await error_response(error)(scope, receive, tagged)
+            await error_response(error, scope["path"])(scope, receive, tagged)
             return
         try:
             await self.app(scope, receive, tagged)
         except Exception as error:  # noqa: BLE001 - the last stop: log, answer, go on
             failure = internal(error, request_id.decode())
             if not started:
-                await error_response(failure)(scope, receive, tagged)
+                await error_response(failure, scope["path"])(scope, receive, tagged)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if len(scope["headers"]) > self._config.max_headers:
@@ -145,7 +145,7 @@ class Gate:
                 status=431,
                 code="too_many_headers",
             )
-        self._check_key(level_of(scope["path"]), _key_in(headers))
+        self._check_key(level_of(scope["path"]), _key_in(headers, scope["path"]))
 
     def _check_key(self, level: Level, key: bytes) -> None:
         if level is Level.PUBLIC:
@@ -179,8 +179,11 @@ class Gate:
         )
 
 
-def _key_in(headers: dict[bytes, bytes]) -> bytes:
-    """The key that a request presents; empty when there is none."""
+def _key_in(headers: dict[bytes, bytes], path: str) -> bytes:
+    """The key that a request presents; empty when there is none. Anthropic's clients send theirs
+    in a header of its own."""
+    if speaks_anthropic(path) and b"authorization" not in headers:
+        return headers.get(b"x-api-key", b"").strip()
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""
 

@@ -1,4 +1,7 @@
-"""Every error of the server in OpenAI's form, with ``Retry-After`` where waiting helps."""
+"""Every error of the server in the form of its path, with ``Retry-After`` where waiting helps.
+
+Under ``/v1/messages`` that is Anthropic's, everywhere else OpenAI's.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,32 @@ _STATUS = {
 }
 
 
-def error_response(error: RequestError) -> Response:
-    """The HTTP answer that says `error`."""
+_ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether clients of `path` expect Anthropic's forms."""
+    return path == _ANTHROPIC or path.startswith(_ANTHROPIC + "/")
+
+
+def anthropic_body(error: RequestError) -> dict[str, object]:
+    """`error` in Anthropic's form; its types follow the status."""
+    kind = _ANTHROPIC_TYPES.get(
+        error.status, "invalid_request_error" if error.status < 500 else "api_error"
+    )
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def error_response(error: RequestError, path: str = "") -> Response:
+    """The HTTP answer that says `error` to who asked for `path`."""
     from starlette.responses import Response
 
     headers = {}
@@ -31,8 +58,9 @@ def error_response(error: RequestError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    body = anthropic_body(error) if speaks_anthropic(path) else error.openai_body()
     return Response(
-        msgspec.json.encode(error.openai_body()),
+        msgspec.json.encode(body),
         status_code=error.status,
         headers=headers,
         media_type="application/json",
@@ -56,10 +84,10 @@ def internal(error: BaseException, request_id: str = "") -> RequestError:
     )
 
 
-async def on_request_error(_: Request, error: Exception) -> Response:
+async def on_request_error(request: Request, error: Exception) -> Response:
     """Handler of `RequestError`."""
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 async def on_http_error(request: Request, error: Any) -> Response:
@@ -68,19 +96,22 @@ async def on_http_error(request: Request, error: Any) -> Response:
         error.status_code, ("invalid_request_error", "http_error", str(error.detail), "")
     )
     answer = error_response(
-        RequestError(cause, remedy, status=error.status_code, error_type=kind, code=code)
+        RequestError(cause, remedy, status=error.status_code, error_type=kind, code=code),
+        request.scope["path"],
     )
     for name, value in (error.headers or {}).items():
         answer.headers[name] = value
     return answer
 
 
-async def on_validation_error(_: Request, error: Exception) -> Response:
+async def on_validation_error(request: Request, error: Exception) -> Response:
     """Handler of FastAPI's 422, which is a 400 here."""
-    return error_response(RequestError(f"The request is malformed: {error}."))
+    return error_response(
+        RequestError(f"The request is malformed: {error}."), request.scope["path"]
+    )
 
 
-async def on_exception(_: Request, error: Exception) -> Response:
+async def on_exception(request: Request, error: Exception) -> Response:
     """Handler of everything else. Starlette raises `error` again and `Gate` logs it."""
     return error_response(
         RequestError(
@@ -89,5 +120,6 @@ async def on_exception(_: Request, error: Exception) -> Response:
             status=500,
             error_type="server_error",
             code="internal_error",
-        )
+        ),
+        request.scope["path"],
     )

@@ -41,8 +41,8 @@ async def deltas(state: ServerState, job: Job) -> AsyncGenerator[Item, None]:
 
 
 async def _one(state: ServerState, job: Job, choice: Choice) -> AsyncGenerator[Item, None]:
-    metrics = state.metrics
-    last = 0.0
+    metrics, times = state.metrics, choice.times
+    times.submitted = perf_counter()
     async with aclosing(state.client.submit(choice.request)) as outputs:  # type: ignore[type-var]
         async for output in outputs:
             first = choice.text.completion_tokens == 0
@@ -50,10 +50,11 @@ async def _one(state: ServerState, job: Job, choice: Choice) -> AsyncGenerator[I
             now = perf_counter()
             if delta.tokens:
                 if first:
-                    metrics.first_token.observe(now - job.arrived)
+                    times.first, times.queue_s = now, output.queue_s
+                    metrics.first_tokens(job, times)
                 else:
-                    metrics.token_gap.observe(now - last, len(delta.tokens))
-                last = now
+                    metrics.token_gap.observe(now - times.last, len(delta.tokens))
+                times.last = now
             yield choice, delta
             if delta.finish is not None:
                 return

@@ -10,11 +10,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from metainfer.engine.protocol import EngineStats
+from metainfer.engine.protocol import EngineInfo, EngineStats
+from metainfer.server.metrics_facts import facts, gauge
 from metainfer.server.metrics_vllm import aliases
+from metainfer.server.recent import Window
 
 if TYPE_CHECKING:
-    from metainfer.server.prepare import Job
+    from metainfer.server.prepare import Job, Times
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -23,19 +25,32 @@ _TOKENS = tuple(2.0**power for power in range(0, 21, 2))
 
 
 class Histogram:
-    """Counts per bucket; an observation costs a bisection and three additions."""
+    """Counts per bucket; an observation costs a bisection and three additions.
 
-    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...]) -> None:
+    `recent` is told the same, for percentiles of the last minutes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        help_text: str,
+        bounds: tuple[float, ...],
+        recent: Window | None = None,
+    ) -> None:
         self.name = name
         self.help_text = help_text
+        self.recent = recent
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
         """`value` split evenly over `count` observations (a step that brought several tokens)."""
-        self._counts[bisect_left(self._bounds, value / count)] += count
+        each = value / count
+        self._counts[bisect_left(self._bounds, each)] += count
         self._sum += value
+        if self.recent is not None:
+            self.recent.observe(each, count)
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Cumulative buckets with their upper bounds as text, and the sum."""
@@ -61,6 +76,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "draft_alarm",
         "1 while many drafted tokens were verified and none was accepted.",
         lambda s: float(bool(s.draft_alarm)),
+    ),
+    (
+        "prefix_cache_alarm",
+        "1 while many look-ups that could have hit the prefix cache met nothing.",
+        lambda s: float(bool(s.cache_alarms)),
     ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
@@ -100,12 +120,27 @@ class Metrics:
         self._model = model
         self._stats = stats
         self._status = status
-        self.start_phases: tuple[tuple[str, float], ...] = ()
+        self.info: EngineInfo | None = None  # once the engine is ready
+        self.fingerprint = ""
+        self.spans: Callable[[], dict[str, int]] = dict  # result -> spans, where traces are on
+        self.admission_rejections = 0
         self.first_token = Histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
+            "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS, Window()
         )
         self.token_gap = Histogram(
-            "inter_token_latency_seconds", "Between two tokens of one choice.", _SECONDS
+            "inter_token_latency_seconds", "Between two tokens of one choice.", _SECONDS, Window()
+        )
+        self.queue = Histogram(
+            "request_queue_seconds",
+            "A choice's wait from the scheduler's queue to its first step.",
+            _SECONDS,
+            Window(),
+        )
+        self._prefill = Histogram(
+            "request_prefill_seconds", "From a choice's first step to its first token.", _SECONDS
+        )
+        self._decode = Histogram(
+            "request_decode_seconds", "From a finished choice's first token to its last.", _SECONDS
         )
         self._duration = Histogram(
             "request_duration_seconds", "From arrival to the last token.", _SECONDS
@@ -114,15 +149,24 @@ class Metrics:
         self._generated = Histogram(
             "request_generated_tokens", "Generated tokens per request.", _TOKENS
         )
-        self._outcomes: dict[str, int] = {"finished": 0, "cancelled": 0}
+        self.outcomes: dict[str, int] = {"finished": 0, "cancelled": 0}
+
+    def first_tokens(self, job: Job, times: Times) -> None:
+        """A choice has its first tokens."""
+        self.first_token.observe(times.first - job.arrived)
+        if times.queue_s is not None:
+            self.queue.observe(times.queue_s)
+            self._prefill.observe(times.prefill_s)
 
     def request_done(self, job: Job, outcome: str, seconds: float) -> None:
         """One HTTP request that reached the engine is over."""
-        self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         for choice in job.choices:
             reason = choice.text.finish
             if reason is not None:
                 self._finished[reason] = self._finished.get(reason, 0) + 1
+                if choice.times.first:
+                    self._decode.observe(choice.times.last - choice.times.first)
         self._duration.observe(seconds)
         self._prompt.observe(float(sum(map(len, job.prompts))))
         self._generated.observe(float(sum(c.text.completion_tokens for c in job.choices)))
@@ -132,68 +176,67 @@ class Metrics:
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(self._families))
+        registry.register(_Collector(self.families))
         return generate_latest(registry)
 
-    def _families(self) -> Iterator[Any]:
-        from prometheus_client.core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
-        )
-
-        names, values = ["model_name"], [self._model]
-        stats = self._stats()
-        for name, text, read in _GAUGES:
-            gauge = GaugeMetricFamily(f"metainfer_{name}", text, labels=names)
-            gauge.add_metric(values, read(stats))
-            yield gauge
-        for name, text, read in _COUNTERS:
-            counter = CounterMetricFamily(f"metainfer_{name}", text, labels=names)
-            counter.add_metric(values, read(stats))
-            yield counter
-        outcomes = CounterMetricFamily(
-            "metainfer_requests", "Requests by outcome.", labels=[*names, "outcome"]
-        )
-        for outcome, count in self._outcomes.items():
-            outcomes.add_metric([*values, outcome], count)
-        yield outcomes
-        finished = CounterMetricFamily(
-            "metainfer_choices_finished", "Choices by finish reason.", labels=[*names, "reason"]
-        )
-        for reason, count in self._finished.items():
-            finished.add_metric([*values, reason], count)
-        yield finished
-        ready = GaugeMetricFamily("metainfer_ready", "1 when requests are served.", labels=names)
-        ready.add_metric(values, float(self._status() == "ready"))
-        yield ready
-        phases = GaugeMetricFamily(
-            "metainfer_start_phase_seconds",
-            "Duration of a start-up phase.",
-            labels=[*names, "phase"],
-        )
-        for phase, seconds in self.start_phases:
-            phases.add_metric([*values, phase], seconds)
-        yield phases
-        histograms = (
+    @property
+    def histograms(self) -> tuple[Histogram, ...]:
+        return (
             self.first_token,
             self.token_gap,
+            self.queue,
+            self._prefill,
+            self._decode,
             self._duration,
             self._prompt,
             self._generated,
         )
-        for histogram in histograms:
-            family = HistogramMetricFamily(
+
+    def families(self) -> Iterator[Any]:
+        """Every family of prometheus-client's, those without samples too."""
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        names, values = ["model_name"], [self._model]
+        stats = self._stats()
+        for name, text, read in _GAUGES:
+            yield gauge(name, text, self._model, [((), read(stats))])
+        for name, text, read in _COUNTERS:
+            counter = CounterMetricFamily(f"metainfer_{name}", text, labels=names)
+            counter.add_metric(values, read(stats))
+            yield counter
+        counted: tuple[tuple[str, str, str, dict[str, int]], ...] = (
+            ("requests", "Requests by outcome.", "outcome", self.outcomes),
+            ("choices_finished", "Choices by finish reason.", "reason", self._finished),
+            ("trace_spans", "Spans by what became of them.", "result", self.spans()),
+        )
+        for name, text, label, counts in counted:
+            family = CounterMetricFamily(f"metainfer_{name}", text, labels=[*names, label])
+            for key, count in counts.items():
+                family.add_metric([*values, key], count)
+            yield family
+        refused = CounterMetricFamily(
+            "metainfer_admission_rejections", "Requests refused: the queue was full.", labels=names
+        )
+        refused.add_metric(values, self.admission_rejections)
+        yield refused
+        ready = [((), float(self._status() == "ready"))]
+        yield gauge("ready", "1 when requests are served.", self._model, ready)
+        yield from facts(self._model, self.info, self.fingerprint)
+        for histogram in self.histograms:
+            buckets = HistogramMetricFamily(
                 f"metainfer_{histogram.name}", histogram.help_text, labels=names
             )
-            family.add_metric(values, *histogram.buckets())
-            yield family
+            buckets.add_metric(values, *histogram.buckets())
+            yield buckets
         if self._vllm_names:
             yield from aliases(
                 self._model,
                 [(name, text, read(stats)) for name, text, read in _GAUGES],
-                [(name, text, read(stats)) for name, text, read in _COUNTERS],
-                histograms,
+                [
+                    *((name, text, read(stats)) for name, text, read in _COUNTERS),
+                    ("admission_rejections", refused.documentation, self.admission_rejections),
+                ],
+                self.histograms,
                 self._finished,
             )
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
 from metainfer.core.errors import RequestError
@@ -28,6 +28,24 @@ _LEGACY_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
 @dataclass(slots=True)
+class Times:
+    """When what happened to a choice, on `time.perf_counter`'s clock; 0.0: not yet.
+
+    `queue_s` is the scheduler's own measurement, None where it did not tell.
+    """
+
+    submitted: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    queue_s: float | None = None
+
+    @property
+    def prefill_s(self) -> float:
+        """From the first step to the first token, as seen from here."""
+        return max(self.first - self.submitted - (self.queue_s or 0.0), 0.0)
+
+
+@dataclass(slots=True)
 class Choice:
     """One generation: its place in the answer, its engine request, its text."""
 
@@ -35,6 +53,7 @@ class Choice:
     prompt: int
     request: Request
     text: TextStream
+    times: Times = field(default_factory=Times)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 Both watch for the client's leaving and then cancel the work within the same loop turn. A stream
 sends its status line with its first event, so that a refusal by the scheduler is still an HTTP
-error; after that an error is an event in OpenAI's shape, and the stream ends without ``[DONE]``.
+error; after that an error is an event in the dialect's shape, and the stream ends without ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 
 from starlette.responses import Response
 
@@ -22,8 +23,19 @@ _SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-DONE = b"data: [DONE]\n\n"
-_BEAT = b": keep-alive\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class EventForm:
+    """What a dialect's streams say besides their events: `done` at a good end, `beat` to keep an
+    idle stream open, `failure` where one breaks off."""
+
+    done: bytes
+    beat: bytes
+    failure: Callable[[RequestError], bytes]
+
+
+OPENAI = EventForm(b"data: [DONE]\n\n", b": keep-alive\n\n", error_event)
 
 
 class _Work(Response):
@@ -69,7 +81,7 @@ class JsonReply(_Work):
         try:
             body = await self._make()
         except RequestError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         headers = [
             (b"content-type", b"application/json"),
@@ -82,9 +94,15 @@ class JsonReply(_Work):
 class EventReply(_Work):
     """`events` yields whole server-sent events."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], keep_alive: KeepAlive) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        keep_alive: KeepAlive,
+        form: EventForm = OPENAI,
+    ) -> None:
         super().__init__()
         self._events = events
+        self._form = form
         self._keep_alive = keep_alive
         self._started = False
         self._over = False
@@ -115,7 +133,8 @@ class EventReply(_Work):
             async with aclosing(self._events) as events:
                 async for event in events:
                     await self._write(event)
-            await self._write(DONE)
+            if self._form.done:
+                await self._write(self._form.done)
         except RequestError as error:
             failure = error
         except Exception as error:  # noqa: BLE001 - mid-stream there is no other way to say it
@@ -126,15 +145,15 @@ class EventReply(_Work):
             return
         self._over = True
         if not self._started:
-            await error_response(failure)(scope, receive, send)
+            await error_response(failure, scope["path"])(scope, receive, send)
             return
-        await self._write(error_event(failure))
+        await self._write(self._form.failure(failure))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def beat(self) -> None:
-        """A comment that keeps proxies from closing an idle stream."""
+        """A sign of life that keeps proxies from closing an idle stream."""
         if not self._over:
-            await self._write(_BEAT)
+            await self._write(self._form.beat)
 
 
 class KeepAlive:

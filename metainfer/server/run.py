@@ -123,7 +123,6 @@ class Lifecycle:
             if info is None:
                 return 0
             tools = await asyncio.to_thread(self._load_text, info)
-            self._state.metrics.start_phases = info.start_phases
             self._state.engine_ready(info, tools)
             self._on_ready(info)
             died: asyncio.Event = client.died  # type: ignore[attr-defined]

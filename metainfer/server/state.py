@@ -59,6 +59,7 @@ class ServerState:
         """The engine said `Ready`: requests are welcome."""
         plan = info.plan.get("plan", info.plan)
         self.fingerprint = str(plan.get("fingerprint") or digest(plan))
+        self.metrics.info, self.metrics.fingerprint = info, self.fingerprint
         self.text = text
         self.info = info
         self.phase = "ready"
@@ -115,6 +116,7 @@ class ServerState:
     def admit(self, choices: int) -> None:
         """Refuse when `choices` more would exceed the queue bound (429 ``queue_full``)."""
         if self.pending + choices > self.config.max_pending:
+            self.metrics.admission_rejections += 1
             raise RequestError(
                 f"{self.pending} generations are queued or running, "
                 f"at most {self.config.max_pending} may be.",

@@ -167,7 +167,7 @@ class Fake:
             prompt = tuple(logprob(t, params.prompt_logprobs) for t in request.prompt[1:])
         return RequestOutput(
             request.request_id, tuple(out), index, chosen, prompt, finish, stop,
-            cached_tokens=len(request.prompt) // 16 * 16,
+            cached_tokens=len(request.prompt) // 16 * 16, queue_s=0.0 if index == 0 else None,
         )  # fmt: skip
 
 
