@@ -30,6 +30,9 @@ a run's drafts, a token that the device proposed."""
 
 ALL_LAYERS = -1
 
+NON_FINITE = "non_finite_logits"
+"""`RunResult.code` of a run that met NaN or infinity."""
+
 
 class Phase(StrEnum):
     """Phase classes: kernels are chosen per class, never borrowed from a neighbour."""
@@ -171,6 +174,7 @@ class RunResult(msgspec.Struct, frozen=True, array_like=True):
     """What one run produced. `tokens` may hold several (accepted drafts and one more).
 
     `error` is a fault of this request alone (for example a NaN in its logits); the others go on.
+    `code` names its kind in a stable word (``non_finite_logits``), empty where there is none.
     """
 
     slot: int
@@ -179,6 +183,7 @@ class RunResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     accepted_drafts: int = 0
     error: str = ""
+    code: str = ""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -200,7 +205,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     `index` is the position of the first of `tokens` among the generated tokens. The last output of
     a request has `finish` set; `stop_token` then names the id that ended it (not in `tokens`).
     `queue_s`: seconds from its arrival at the scheduler to its first step; known with the first of
-    its tokens, later outputs may leave it out.
+    its tokens, later outputs may leave it out. `code`: the kind of `error`, as in `RunResult`.
     """
 
     request_id: str
@@ -213,3 +218,4 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     error: str = ""
     queue_s: float | None = None
+    code: str = ""

@@ -6,6 +6,7 @@ The maths of drawing is the op `sample`; this file only lines parameters up with
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metainfer.core.request import SamplingParams
-from metainfer.core.step import RunResult, TokenLogprobs, TokenRun
+from metainfer.core.step import NON_FINITE, RunResult, TokenLogprobs, TokenRun
 from metainfer.executor.slots import SlotState, SlotTable
 from metainfer.executor.speculative import accepted, drafts_of
 from metainfer.executor.transfer import to_device
@@ -51,13 +52,13 @@ class _Row:
 
 
 def finish_runs(
-    logits: Tensor, runs: Sequence[TokenRun], table: SlotTable, ops: PhaseOps
+    logits: Tensor, runs: Sequence[TokenRun], table: SlotTable, ops: PhaseOps, *, guard: bool = True
 ) -> list[RunResult]:
     """Draw for every sampling run and report prompt log-probabilities where asked.
 
     `logits` [R, V] holds the rows of all runs that need any, in order. Sampled tokens are appended
     to the slots' histories, as far as drafts were accepted. A broken row is a fault only if its
-    draw counts: behind a rejected draft it may hold anything.
+    draw counts: behind a rejected draft it may hold anything. `guard` False lets it pass.
     """
     rows: list[_Row] = []
     picks: list[int] = []
@@ -93,11 +94,12 @@ def finish_runs(
             error = f"its grammar cannot be followed any more: {state.grammar.fault}"
             results.append(RunResult(run.slot, error=error))
             continue
-        if any(bad[row - count : row - count + len(kept)]):
-            error = "the model's logits hold NaN or infinity for this request"
-            if state.grammar is not None:
-                error += ", or its grammar leaves no token"
-            results.append(RunResult(run.slot, error=error))
+        flagged = any(bad[span.start : span.start + len(kept)])
+        if flagged and _nothing_allowed(rows[span][: len(kept)]):
+            results.append(RunResult(run.slot, error="its grammar leaves no token"))
+            continue
+        if guard and (flagged or any(math.isnan(entry.logprob) for entry in prompt[number])):
+            results.append(broken(run.slot))
             continue
         if state.grammar is not None and kept:
             state.grammar.accept(kept)
@@ -108,6 +110,20 @@ def finish_runs(
             RunResult(run.slot, tuple(kept), reports, prompt[number], max(len(kept) - 1, 0))
         )
     return results
+
+
+def broken(slot: int) -> RunResult:
+    """The result of a run that met NaN or infinity."""
+    error = "the model's numbers hold NaN or infinity for this request"
+    return RunResult(slot, error=error, code=NON_FINITE)
+
+
+def _nothing_allowed(rows: Sequence[_Row]) -> bool:
+    """Whether a grammar, not the model, is why one of these rows has nothing to draw."""
+    return any(
+        row.state.grammar is not None and not row.state.grammar.allowed(row.ahead).any()
+        for row in rows
+    )
 
 
 def gather(rows: Sequence[_Row], device: torch.device) -> SampleInputs:

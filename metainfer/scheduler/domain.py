@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Container
 
 from metainfer.kv.book.manager import Hit, KVManager
 from metainfer.scheduler.metrics import GapWindow
@@ -57,10 +58,18 @@ class Domain:
         """Forget what was computed about room; pages moved since."""
         self._room = None
 
-    def next_admissible(self) -> tuple[Sequence, Hit] | None:
-        """The next to run and its hit, if a slot and room for its prompt exist now."""
+    def next_admissible(self, wanted: Container[str] | None = None) -> tuple[Sequence, Hit] | None:
+        """The next to run and its hit, if a slot and room for its prompt exist now.
+
+        Only a request whose id is in `wanted`, where that is given.
+        """
         if not self.waiting or not self._slots:
             return None
+        if wanted is not None:
+            listed = (seq for seq in self.waiting if seq.request_id in wanted)
+            seq = next(listed, None)
+            hit = None if seq is None else self._hit_with_room(seq)
+            return None if seq is None or hit is None else (seq, hit)
         head = self.waiting[0]
         state = (head.index, self.kv.released, self._arrivals)
         if self.running and self._blocked == state:

@@ -31,6 +31,8 @@ class Counters:
     cached_tokens: int = 0
     drafted_tokens: int = 0
     accepted_drafts: int = 0
+    abandoned: int = 0  # steps for which memory did not suffice
+    non_finite: int = 0  # requests that met NaN or infinity
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from metainfer.core.errors import InternalError
 from metainfer.core.request import FinishReason
-from metainfer.core.step import RequestOutput, RunResult, StepResult, TokenRun
+from metainfer.core.step import NON_FINITE, RequestOutput, RunResult, StepResult, TokenRun
 
 if TYPE_CHECKING:
     from metainfer.scheduler.build import Flight
@@ -86,8 +86,9 @@ class Receiver:
         resident = seq.account is not None  # not preempted since: nobody re-enters in flight
         end = start + len(run.tokens)
         if answer.error:
-            if resident and seq.account is not None:
-                domain.kv.discredit(seq.account, start)
+            if seq.prefix is not None:
+                domain.kv.discredit(seq.prefix, len(seq.tokens))
+            scheduler.counters.non_finite += answer.code == NON_FINITE
             return self._end(seq, (), FinishReason.ERROR, answer)
         count_before = len(seq.tokens)
         if start < seq.prompt_len:
@@ -170,6 +171,7 @@ class Receiver:
             seq.cached_tokens,
             answer.error,
             seq.queue_s,
+            answer.code,
         )
 
 

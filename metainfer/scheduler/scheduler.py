@@ -32,6 +32,7 @@ from metainfer.scheduler.metrics import Counters, DraftWatch, Stats
 from metainfer.scheduler.receive import Receiver
 from metainfer.scheduler.sequence import Sequence
 from metainfer.scheduler.share import share
+from metainfer.scheduler.trials import Trials
 
 _NEVER = 1 << 60
 
@@ -70,6 +71,7 @@ class Scheduler:
         self._flights: deque[Flight] = deque()
         self._build = Build(len(self.domains))
         self._receiver = Receiver(self)
+        self.trials = Trials(self)
         self._arrivals = 0
         self._step = 0
 
@@ -87,6 +89,8 @@ class Scheduler:
         except RequestError:
             self.counters.rejected += 1
             raise
+        if not self.has_work:
+            self.trials.reset()
         now = self.clock.now()
         seq = Sequence(request, self._arrivals, self.config.max_context, now)
         self._arrivals += 1
@@ -187,9 +191,13 @@ class Scheduler:
         """
         if len(self._flights) >= DEPTH:
             raise InternalError("schedule was called a third time without a commit")
+        trials = self.trials
+        trials.settle(self._sequences.get)
         for domain in self.domains:
             domain.begin_step()
-            while (found := domain.next_admissible()) is not None:
+            while self.running < trials.most_running and (
+                found := domain.next_admissible(trials.wanted)
+            ):
                 self._admit(domain, *found)
         prompts, decodes = [], []
         for domain in self.domains:
@@ -268,6 +276,7 @@ class Scheduler:
         budget = max(0, self.config.step_tokens - decodes)
         if mixed:
             budget = min(budget, self.config.mixed_prefill_tokens)
+        budget = min(budget, self.trials.most_tokens)
         priorities = [seq.request.priority for seq in prompts]
         shares = share(priorities, [seq.due for seq in prompts], budget)
         for seq, tokens in zip(prompts, shares, strict=True):
@@ -378,6 +387,26 @@ class Scheduler:
         if not self._flights or self._flights[0].step != result.step:
             raise InternalError(f"result of step {result.step} was not awaited")
         return self._receiver.take(self._flights.popleft(), result)
+
+    def abandon(self, error: str) -> list[RequestOutput]:
+        """The only open plan could not be computed for lack of memory; nothing of it counts.
+
+        What runs is put back, and the plan's requests are tried again (`Trials`). The output of one
+        that failed alone carries `error`.
+
+        Raises:
+            InternalError: not exactly one plan is open.
+        """
+        if len(self._flights) != 1:
+            raise InternalError(f"{len(self._flights)} plans are open, one can be abandoned")
+        self.counters.abandoned += 1
+        return self.trials.failed(self._flights.popleft(), error)
+
+    def put_back(self) -> None:
+        """Preempt everything that runs."""
+        for domain in self.domains:
+            while domain.running:
+                self._preempt(domain, domain.running.pop())
 
     # -- readings ----------------------------------------------------------------------------------
 

@@ -98,6 +98,16 @@ class PagePool:
         self.keys[page] = key
         return True
 
+    def forget(self, key: bytes) -> None:
+        """Make the page under `key`, if there is one, unfindable; its holders keep it."""
+        page = self.index.get(key)
+        if page is None:
+            return
+        self._forget(page)
+        if page in self.cached:
+            del self.cached[page]
+            self.free.append(page)
+
     def forget_cached(self) -> None:
         """Drop all content that nobody holds (weights changed, a cache flush was asked for)."""
         while self.cached:

@@ -51,7 +51,6 @@ class Account:
     scratch: list[tuple[int, int]] = field(default_factory=list)  # (state group, place)
     scratch_at: int = -1
     restore: bool = False
-    saved: tuple[int, bytes] | None = None  # the latest snapshot's position and key
 
 
 class KVManager:
@@ -318,11 +317,24 @@ class KVManager:
                 drop(page)
         self._drop_scratch(account)
 
-    def discredit(self, account: Account, position: int) -> None:
-        """A fault was found in the run that began at `position`: forget a snapshot taken since."""
-        if account.saved is not None and account.saved[0] > position:
+    def discredit(self, prefix: Prefix, tokens: int) -> None:
+        """A fault was found in a sequence of `tokens` tokens: forget whatever is cached of it.
+
+        Earlier chunks too, since only the last one has logits to show what they broke. Those who
+        hold such a page keep it; nobody finds it again.
+        """
+        for pool, span in zip(self.pools, self._span, strict=True):
+            for end in range(span, tokens + 1, span):
+                pool.forget(prefix.at(end))
+        for group in self._saved:
+            for end in range(self.grid, tokens + 1, self.grid):
+                self.snapshots[group].forget(prefix.at(end))
+
+    def unsave(self, prefix: Prefix, position: int) -> None:
+        """A snapshot of `position` was planned and perhaps never taken: forget it."""
+        if position and position % self.grid == 0:
             for group in self._saved:
-                self.snapshots[group].forget(account.saved[1])
+                self.snapshots[group].forget(prefix.at(position))
 
     # -- slot states -------------------------------------------------------------------------------
 
@@ -342,8 +354,6 @@ class KVManager:
             place = self.snapshots[group].save(key)
             if place is not None:
                 moves.append(StateMove("save", group, self.domain, account.slot, place))
-        if moves:
-            account.saved = (start, key)
         return moves
 
     @property
