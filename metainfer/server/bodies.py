@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -78,8 +79,27 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def convert(value: dict[str, Any], kind: type[T]) -> T:
-    """`value` as a `kind`, after the tables of `schemas` had their say.
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What becomes of fields that a body's type has not: `unsupported` ones are accepted at the
+    values that ask for nothing, `ignored` ones are hints. `shape` looks inside those it has."""
+
+    unsupported: Mapping[str, tuple[object, ...]]
+    ignored: Sequence[str]
+    shape: Callable[[dict[str, Any]], None]
+
+
+def _chat_shape(fields: dict[str, Any]) -> None:
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        fields["messages"] = [_message(index, item) for index, item in enumerate(messages)]
+
+
+CHAT = Rules(UNSUPPORTED, IGNORED, _chat_shape)
+
+
+def convert(value: dict[str, Any], kind: type[T], rules: Rules = CHAT) -> T:
+    """`value` as a `kind`, after `rules` had their say.
 
     Raises:
         RequestError: 400 with `param` and the code ``unsupported_parameter``,
@@ -87,26 +107,29 @@ def convert(value: dict[str, Any], kind: type[T]) -> T:
             ``invalid_value``.
     """
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    fields = _supported(value, known, UNSUPPORTED, "")
-    for name in IGNORED:
+    fields = supported(value, known, rules.unsupported, "")
+    for name in rules.ignored:
         if name not in known:
             fields.pop(name, None)
     _refuse_unknown(fields, known)
-    messages = fields.get("messages")
-    if isinstance(messages, list):
-        fields["messages"] = [_message(index, item) for index, item in enumerate(messages)]
+    rules.shape(fields)
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
 
 
-def _supported(
+def supported(
     value: Mapping[str, Any],
-    known: set[str],
+    known: Collection[str],
     unsupported: Mapping[str, tuple[object, ...]],
     where: str,
 ) -> dict[str, Any]:
+    """`value` without the fields of `unsupported` that ask for nothing; `where` leads their names.
+
+    Raises:
+        RequestError: 400 ``unsupported_parameter`` for one that asks for something.
+    """
     fields = {}
     for name, item in value.items():
         if name in known or name not in unsupported:
@@ -133,7 +156,7 @@ def _message(index: int, value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     where = f"messages[{index}]."
-    fields = _supported(value, _MESSAGE_FIELDS, MESSAGE_UNSUPPORTED, where)
+    fields = supported(value, _MESSAGE_FIELDS, MESSAGE_UNSUPPORTED, where)
     if fields.get("role") == "function":
         raise RequestError(
             f"{where}role 'function' is not supported.",

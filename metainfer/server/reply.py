@@ -2,7 +2,7 @@
 
 Both watch for the client's leaving and then cancel the work within the same loop turn. A stream
 sends its status line with its first event, so that a refusal by the scheduler is still an HTTP
-error; after that an error is an event in the dialect's shape, and the stream ends without ``[DONE]``.
+error; after that an error is an event in the dialect's shape, and no ``[DONE]`` follows.
 """
 
 from __future__ import annotations
