@@ -18,8 +18,9 @@ from metainfer.core.errors import InternalError, RequestError
 from metainfer.core.intent import Intent
 from metainfer.core.request import FinishReason, Request
 from metainfer.core.step import Phase, RequestOutput
+from metainfer.engine.devices import open_executor
 from metainfer.engine.grammars import GrammarDesk, open_library
-from metainfer.engine.machine import open_machine
+from metainfer.engine.machine import Machine, open_machine
 from metainfer.engine.protocol import EngineInfo, EngineStats, Progress
 from metainfer.kv.book.manager import KVManager
 from metainfer.planner.drafts import MODEL, NGRAM
@@ -32,6 +33,7 @@ from metainfer.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from metainfer.executor.local import LocalExecutor
+    from metainfer.executor.ranks import RankExecutor
     from metainfer.kernels.table import Trace
 
 OnProgress = Callable[[Progress], None]
@@ -46,13 +48,16 @@ class Engine:
         on_progress: OnProgress = lambda progress: None,
         *,
         trace: Trace | None = None,
+        machine: Machine | None = None,
     ) -> None:
+        """`machine`: the one to run on, when it was opened before; else this one is opened."""
         self.intent = intent
+        self._machine = machine
         self._on_progress = on_progress
         self._trace = trace
         self._phases: list[tuple[str, float]] = []
         self._scheduler: Scheduler | None = None
-        self._executor: LocalExecutor | None = None
+        self._executor: LocalExecutor | RankExecutor | None = None
         self._desk = GrammarDesk(None)
         self._phase_name = ""
         self._last_step_s = 0.0
@@ -69,7 +74,7 @@ class Engine:
         with self._phase("model files"):
             model = open_model(self.intent.model)
         with self._phase("machine"):
-            machine = open_machine(self.intent.platform)
+            machine = self._machine or open_machine(self.intent.platform)
         with self._phase("plan"):
             # Before the long imports: what the plan refuses is refused within a second.
             first = machine.resolve(model, self.intent)
@@ -78,16 +83,13 @@ class Engine:
             machine.recall(first.plan.model.dtype)
         with self._phase("torch"):
             import torch  # noqa: F401 - timed apart: it is the longest import
-
-            from metainfer.executor.assemble import assemble
-            from metainfer.executor.loading import tensor_source
         with self._phase("qualify kernels"):
             resolved = machine.resolve_proven(model, self.intent, self._note)
             self.resolved = resolved
-        device = machine.torch_device()
-        source = tensor_source(model, device)
         with self._phase("weights"):
-            self._executor = assemble(resolved, source, machine.registry, device, trace=self._trace)
+            self._executor = open_executor(
+                resolved, model, machine, self.intent, note=self._note, trace=self._trace
+            )
         with self._phase("warm-up"):
             self._executor.warm(self._note)
         self._open_grammars(self._executor, model, resolved.arch.vocab_size)
@@ -106,7 +108,7 @@ class Engine:
             links=machine.facts.links,
         )
 
-    def _open_grammars(self, executor: LocalExecutor, model: OpenedModel, vocab: int) -> None:
+    def _open_grammars(self, executor: LocalExecutor | RankExecutor, model: OpenedModel, vocab: int) -> None:
         """Grammars need the vocabulary's bytes, the only thing the engine knows of text."""
         with self._phase("grammars"):
             library, why = open_library(model.source.reference, vocab, model.eos_token_ids)
@@ -145,10 +147,13 @@ class Engine:
         plan = resolved.plan
         limits = plan.limits
         namespace = f"{model.source.reference}:{model.seed}:{plan.model.dtype}"
-        manager = KVManager(resolved.sizes, namespace=namespace, caching=plan.prefix_cache)
+        managers = [
+            KVManager(resolved.sizes, namespace=namespace, caching=plan.prefix_cache)
+            for _ in range(plan.kv_domains)
+        ]
         config = SchedulerConfig(
             max_context=limits.max_context,
-            max_running=limits.max_running,
+            max_running=resolved.sizes.slots,
             step_tokens=limits.step_tokens,
             mixed_prefill_tokens=limits.mixed_prefill_tokens,
             max_waiting=limits.max_waiting,
@@ -157,7 +162,7 @@ class Engine:
             layouts={Phase(phase): layout for phase, layout in plan.phase_layout.items()},
         )
         source = NgramDrafts() if plan.draft.method == NGRAM else None
-        return Scheduler(config, [manager], drafts=source)
+        return Scheduler(config, managers, drafts=source)
 
     # -- requests ----------------------------------------------------------------------------------
 

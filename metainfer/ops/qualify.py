@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -92,13 +93,33 @@ def applies(impl: Impl, case: Case, dtype: str, facts: Facts, phases: frozenset[
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One case of one implementation. `results`: what it gave, on the host; `layouts`: for each,
+    the scaled layout that rounded it. `error`, `allowed`: (mean, worst) of the result that is
+    nearest to its limit; None where nothing came, or values are compared bit for bit."""
+
+    case: Case
+    verdict: Verdict
+    args: tuple[Any, ...] = ()
+    results: tuple[Tensor, ...] = ()
+    layouts: tuple[str, ...] = ()
+    error: tuple[float, float] | None = None
+    allowed: tuple[float, float] | None = None
+
+
 def check(
     impl: Impl, case: Case, dtype: str, device: torch.device | str, registry: Registry
 ) -> Verdict:
     """Run one case and judge it. An exception of the implementation is a reason too."""
+    return run_case(impl, case, dtype, device, registry).verdict
+
+
+def run_case(
+    impl: Impl, case: Case, dtype: str, device: torch.device | str, registry: Registry
+) -> Outcome:
+    """`check`, with the numbers."""
     kind = DTYPES[dtype]
-    module = op_cases(case.op)
-    reference, recipe = module.REFERENCES[case.op], module.RECIPES[case.op]
     rounded = held(case.args, impl.requires_layout, dtype)
     try:
         given = _placed(rounded, device, lambda w: _pack(w, impl, registry, kind, device))
@@ -108,82 +129,117 @@ def check(
     except (RuntimeError, TypeError, ValueError, LookupError, MetaInferError, OSError) as error:
         message = str(error).strip().splitlines() or [""]
         text = f"{case.name}: {type(error).__name__}: {message[0]}"
-        return reject("raised", text, case=case.name)
+        return Outcome(case, reject("raised", text, case=case.name))
+    return judge(case, rounded, mine, given, dtype, device)
+
+
+def judge(
+    case: Case,
+    rounded: tuple[Any, ...],
+    mine: Any,
+    given: tuple[Any, ...],
+    dtype: str,
+    device: torch.device | str,
+) -> Outcome:
+    """Judge what an implementation made of `given`: the arguments `rounded` (of `held`) on its
+    device, weights packed."""
+    kind, module = DTYPES[dtype], op_cases(case.op)
+    reference, recipe = module.REFERENCES[case.op], module.RECIPES[case.op]
+    ours, layouts = tuple(tensor.cpu() for tensor in _flat(mine)), tuple(_scaled(mine, given))
     if case.exact:
         same_type = _placed(rounded, device, lambda w: _dense(w, kind, kind, device, kind))
         want = _results(reference, case, same_type)
-        pairs = zip(_flat(mine), _flat(want), strict=True)
-        return all_of(_exact(case, index, a, b) for index, (a, b) in enumerate(pairs))
-    ours = [tensor.cpu() for tensor in _flat(mine)]
-    layouts = _scaled(mine, given)
-    verdict = _compare(case, ours, layouts, reference, recipe, rounded, kind, kind)
-    pair = getattr(module, "ROUNDED", {}).get(case.op) if _block_scaled(case) else None
-    if verdict.accepted or pair is None:
-        return verdict
+        pairs = zip(ours, _flat(want), strict=True)
+        verdict = all_of(_exact(case, index, a, b.cpu()) for index, (a, b) in enumerate(pairs))
+        return Outcome(case, verdict, rounded, ours, layouts)
+    found = Outcome(case, ACCEPT, rounded, ours, layouts)
+    first = _compare(found, reference, recipe, kind, kind)
+    pair = getattr(module, "ROUNDED", {}).get(case.op) if _block_scaled(rounded) else None
+    if first.verdict.accepted or pair is None:
+        return first
     # The other legal arithmetic: activations rounded, weights exactly as stored.
     stored = torch.float64 if kind == torch.float64 else torch.float32
-    second = _compare(case, ours, layouts, pair[0], pair[1], rounded, kind, stored)
-    return second if second.accepted else verdict & second
+    second = _compare(found, pair[0], pair[1], kind, stored)
+    if second.verdict.accepted:
+        return second
+    return dataclasses.replace(first, verdict=first.verdict & second.verdict)
+
+
+def truth(
+    case: Case,
+    args: tuple[Any, ...],
+    function: Callable[..., Any],
+    kind: torch.dtype,
+    weights: torch.dtype,
+) -> list[Tensor]:
+    """Results of `function` in float64 on `args` (of `held`), weights rounded to `weights`."""
+    exact = exactly(args, kind)
+    placed = _placed(exact, "cpu", lambda w: _dense(w, weights, torch.float64, "cpu", kind))
+    return _flat(_results(function, case, placed))
 
 
 def _compare(
-    case: Case,
-    ours: list[Tensor],
-    layouts: list[str],
+    found: Outcome,
     reference: Callable[..., Any],
     recipe: Callable[..., Any],
-    args: tuple[Any, ...],
     kind: torch.dtype,
     weights: torch.dtype,
-) -> Verdict:
-    """`ours` against `reference` in float64, within the error of `recipe` in `kind`; both on
+) -> Outcome:
+    """Its results against `reference` in float64, within the error of `recipe` in `kind`; both on
     weights rounded to `weights`."""
-    truth_args = _placed(
-        exactly(args, kind), "cpu", lambda w: _dense(w, weights, torch.float64, "cpu", kind)
-    )
+    case, args = found.case, found.args
     recipe_args = _placed(args, "cpu", lambda w: _dense(w, weights, weights, "cpu", kind))
-    truth = _flat(_results(reference, case, truth_args))
     theirs = _flat(_results(recipe, case, recipe_args))
-    return all_of(
-        _judge(case, index, a, b, c, layout)
-        for index, (a, b, c, layout) in enumerate(zip(ours, theirs, truth, layouts, strict=True))
+    exact = truth(case, args, reference, kind, weights)
+    rows = zip(found.results, theirs, exact, found.layouts, strict=True)
+    judged = [_judge(case, index, *row) for index, row in enumerate(rows)]
+    numbers = [(error, limit) for _, error, limit in judged if error is not None]
+    worst = max(numbers, key=lambda n: max(n[0][0] / n[1][0], n[0][1] / n[1][1]), default=None)
+    return dataclasses.replace(
+        found,
+        verdict=all_of(verdict for verdict, _, _ in judged),
+        error=worst[0] if worst else None,
+        allowed=worst[1] if worst else None,
     )
 
 
-def _block_scaled(case: Case) -> bool:
+def _block_scaled(args: tuple[Any, ...]) -> bool:
     return any(
-        isinstance(raw, BlockTensor)
-        for arg in case.args
-        if isinstance(arg, Weight)
-        for raw in arg.raws
+        isinstance(raw, BlockTensor) for arg in args if isinstance(arg, Weight) for raw in arg.raws
     )
+
+
+_Pair = tuple[float, float]
 
 
 def _judge(
     case: Case, index: int, mine: Tensor, theirs: Tensor, truth: Tensor, layout: str
-) -> Verdict:
-    """A result has the recipe's dtype (some stay float32 in a bfloat16 model) and is judged in it;
-    whole numbers (chosen experts, selected entries) must equal the truth. What `layout` rounded
-    may lie a step off next to a border. NaN in the truth is memory that must stay untouched."""
+) -> tuple[Verdict, _Pair | None, _Pair]:
+    """Verdict, error, limit. A result has the recipe's dtype (some stay float32 in a bfloat16 model)
+    and is judged in it; whole numbers (chosen experts, selected entries) must equal the truth. What
+    `layout` rounded may lie a step off next to a border. NaN in the truth is memory that must stay
+    untouched."""
     where, dtype = f"{case.name}, result {index}", theirs.dtype
     if mine.shape != truth.shape or mine.dtype != dtype:
         got, want = f"{mine.dtype} {list(mine.shape)}", f"{dtype} {list(truth.shape)}"
-        return reject("result", f"{where}: {got} instead of {want}", case=case.name)
+        text = f"{where}: {got} instead of {want}"
+        return reject("result", text, case=case.name), None, (0.0, 0.0)
     if case.rows is not None:
         mine, theirs, truth = mine[: case.rows], theirs[: case.rows], truth[: case.rows]
     if not dtype.is_floating_point:
-        return _exact(case, index, mine, truth)
+        return _exact(case, index, mine, truth), None, (0.0, 0.0)
     hole = truth.isnan()
     if not torch.equal(hole, mine.isnan()):
-        return reject("error", f"{where}: NaN, or writes where nothing belongs", case=case.name)
+        text = f"{where}: NaN, or writes where nothing belongs"
+        return reject("error", text, case=case.name), None, (0.0, 0.0)
     mine, theirs, truth = (t.masked_fill(hole, 0) for t in (mine, theirs, truth))
     found, limit = errors(mine, truth), allowed(errors(theirs, truth), dtype)
     if layout:
         floor = stored_floor(layout, int((~hole).sum()))
         limit = (max(limit[0], floor[0]), max(limit[1], floor[1]))
     if found[0] <= limit[0] and found[1] <= limit[1]:
-        return ACCEPT
-    return reject(
+        return ACCEPT, found, limit
+    verdict = reject(
         "error",
         f"{where}: error {found[0]:.2e} mean, {found[1]:.2e} worst; "
         f"allowed {limit[0]:.2e}, {limit[1]:.2e}",
@@ -191,6 +247,7 @@ def _judge(
         error=found,
         allowed=limit,
     )
+    return verdict, found, limit
 
 
 def _exact(case: Case, index: int, mine: Tensor, want: Tensor) -> Verdict:
