@@ -108,7 +108,9 @@ class Engine:
             links=machine.facts.links,
         )
 
-    def _open_grammars(self, executor: LocalExecutor | RankExecutor, model: OpenedModel, vocab: int) -> None:
+    def _open_grammars(
+        self, executor: LocalExecutor | RankExecutor, model: OpenedModel, vocab: int
+    ) -> None:
         """Grammars need the vocabulary's bytes, the only thing the engine knows of text."""
         with self._phase("grammars"):
             library, why = open_library(model.source.reference, vocab, model.eos_token_ids)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from metainfer.executor.loading import Progress, TensorSource, load_weights
+from metainfer.comm.peers import SINGLE, Place, Ranks
+from metainfer.executor.loading import WHOLE, Progress, TensorSource, load_weights, part_of
 from metainfer.executor.local import LocalExecutor, LocalParts
 from metainfer.kernels.impl import resolve_attribute
 from metainfer.kernels.registry import Registry
@@ -34,27 +35,41 @@ def assemble(
     progress: Progress | None = None,
     phase: Callable[[str], None] = lambda name: None,
     trace: Trace | None = None,
+    place: Place | None = None,
+    ranks: Ranks = SINGLE,
 ) -> LocalExecutor:
     """Load weights and build everything that a step needs; the caller warms it up.
+
+    `place`, `ranks`: of several, which rank this is, and its company; it loads its part alone.
 
     Raises:
         ModelError: the checkpoint does not fit its config.
     """
     plan, arch = resolved.plan, resolved.arch
+    layout = plan.layouts[0]
     dtype = DTYPES[plan.model.dtype]
     if device.type == "cpu":
-        torch.set_num_threads(plan.threads)
+        torch.set_num_threads(max(1, plan.threads // layout.ranks))
     phase("weights")
     layouts = {role: registry.layout(layout) for role, layout in plan.bundle.items()}
-    weights = load_weights(arch, source, layouts, dtype=dtype, device=device, progress=progress)
+    weights = load_weights(
+        arch,
+        source,
+        layouts,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        shard=lambda spec: WHOLE if place is None else part_of(arch.cut(spec, layout), place),
+    )
     phase("model")
     family = family_of({"model_type": arch.family}, "plan")
     model: Any = resolve_attribute(family.build)(
-        arch,
+        arch.on_rank(layout) if layout.ranks > 1 else arch,
         weights.packed,
         weights.plain,
         max_positions=plan.limits.max_context,
         device=device,
+        ranks=ranks,
     )
     phase("cache")
     store = KVStore(resolved.sizes, device)
@@ -71,7 +86,7 @@ def assemble(
             store=store,
             groups=resolved.groups,
             device=device,
-            slots=plan.limits.max_running,
+            slots=resolved.sizes.slots,
             step_tokens=plan.limits.step_tokens,
             max_context=plan.limits.max_context,
             vocab=arch.vocab_size,

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from metainfer.comm.peers import Place
 from metainfer.core.errors import InternalError, ModelError
 from metainfer.formats.block_codecs import BlockTensor
 from metainfer.formats.checkpoint import BlockCheckpoint
@@ -22,7 +23,7 @@ from metainfer.formats.random_source import RandomSource
 from metainfer.formats.schemes import BLOCKS
 from metainfer.formats.shards import take, take_raw
 from metainfer.kernels.impl import Layout
-from metainfer.models.arch import Arch, WeightSpec
+from metainfer.models.arch import Arch, Cut, WeightSpec
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.planner.opening import OpenedModel
 
@@ -53,6 +54,15 @@ so that the disk works while the host packs."""
 
 WHOLE = RankPart()
 Sharding = Callable[[WeightSpec], RankPart]
+
+
+def part_of(cut: tuple[Cut, int], place: Place) -> RankPart:
+    """What the rank at `place` holds of a weight that is cut so: parts follow each other over the
+    ranks of a domain, experts over those of a set."""
+    kind, parts = cut
+    if kind is Cut.WHOLE or parts == 1:
+        return WHOLE
+    return RankPart(kind.value, place.rank % parts, parts)
 
 
 @dataclass(slots=True)
