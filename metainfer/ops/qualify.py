@@ -215,10 +215,10 @@ _Pair = tuple[float, float]
 def _judge(
     case: Case, index: int, mine: Tensor, theirs: Tensor, truth: Tensor, layout: str
 ) -> tuple[Verdict, _Pair | None, _Pair]:
-    """Verdict, error, limit. A result has the recipe's dtype (some stay float32 in a bfloat16 model)
-    and is judged in it; whole numbers (chosen experts, selected entries) must equal the truth. What
-    `layout` rounded may lie a step off next to a border. NaN in the truth is memory that must stay
-    untouched."""
+    """Verdict, error and limit. A result has the recipe's dtype (some stay float32 in a bfloat16
+    model) and is judged in it; whole numbers (chosen experts, selected entries) must equal the
+    truth. What `layout` rounded may lie a step off next to a border. NaN in the truth is memory
+    that must stay untouched."""
     where, dtype = f"{case.name}, result {index}", theirs.dtype
     if mine.shape != truth.shape or mine.dtype != dtype:
         got, want = f"{mine.dtype} {list(mine.shape)}", f"{dtype} {list(truth.shape)}"
