@@ -107,6 +107,7 @@ class _Asked:
     chat: Prompt | None = None
     calls: CallsMode = "text"
     one_call: bool = False
+    fit: bool = False
     notes: tuple[str, ...] = ()
     grammar: GrammarSpec | None = None
 
@@ -129,8 +130,16 @@ def check_model(config: ServerConfig, name: str) -> None:
         )
 
 
-async def chat_job(state: ServerState, body: ChatRequest, arrived: float) -> Job:
-    """The job of a chat request.
+async def chat_job(
+    state: ServerState,
+    body: ChatRequest,
+    arrived: float,
+    *,
+    prefix: str = "chatcmpl-",
+    fit: bool = False,
+) -> Job:
+    """The job of a chat request. `prefix` of its id; `fit`: a limit beyond the context is cut to
+    what fits.
 
     Raises:
         RequestError: another model, a bad template variable, no room in the context.
@@ -155,7 +164,8 @@ async def chat_job(state: ServerState, body: ChatRequest, arrived: float) -> Job
     prompt = await off_loop(size_of(body), lambda: text.format.encode(conversation))
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     asked = _Asked(
-        prefix="chatcmpl",
+        prefix=prefix,
+        fit=fit,
         arrived=arrived,
         prompts=[tuple(prompt.ids)],
         max_tokens=wanted,
@@ -197,7 +207,7 @@ async def completion_job(state: ServerState, body: CompletionRequest, arrived: f
     if wish is not None:
         await check(wish)
     asked = _Asked(
-        prefix="cmpl",
+        prefix="cmpl-",
         arrived=arrived,
         prompts=await _prompts(body, text),
         max_tokens=body.max_tokens,
@@ -242,7 +252,7 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
     _, text = state.serving()  # it may have begun to drain while the prompt was encoded
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     job = Job(
-        id=f"{asked.prefix}-{uuid.uuid4().hex}",
+        id=f"{asked.prefix}{uuid.uuid4().hex}",
         arrived=asked.arrived,
         created=int(time.time()),
         model=body.model,
@@ -262,7 +272,7 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
         job.usage_at_end = bool(body.stream_options.include_usage)
         job.usage_always = bool(body.stream_options.continuous_usage_stats)
     for place, prompt in enumerate(asked.prompts):
-        limit = _max_tokens(prompt, asked.max_tokens, asked.default_tokens, info)
+        limit = _max_tokens(prompt, asked, info)
         params = sampling_params(body, limit, asked.logprobs, asked.prompt_logprobs, asked.grammar)
         params.check(info.vocab_size)
         request = Request(
@@ -284,10 +294,9 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
     return job
 
 
-def _max_tokens(
-    prompt: tuple[int, ...], wanted: int | None, default: int | None, info: EngineInfo
-) -> int:
+def _max_tokens(prompt: tuple[int, ...], asked: _Asked, info: EngineInfo) -> int:
     """How many tokens may follow `prompt`; `RequestError` when there is no room."""
+    wanted, default = asked.max_tokens, asked.default_tokens
     if not prompt:
         raise RequestError("The prompt is empty.", "Send at least one token.", param="prompt")
     worst = max(prompt)
@@ -299,18 +308,20 @@ def _max_tokens(
     room = info.max_context - len(prompt)
     if wanted is None and room > 0:
         return room if default is None else min(default, room)
-    asked = 1 if wanted is None else wanted
-    if asked > room or room < 0:
-        total = len(prompt) + asked
+    needed = 1 if wanted is None else wanted
+    if asked.fit and needed > room > 0:
+        return room
+    if needed > room or room < 0:
+        total = len(prompt) + needed
         raise RequestError(
             f"This model's maximum context length is {info.max_context} tokens; the request needs "
-            f"{total}: {len(prompt)} in the prompt and {asked} to generate, "
+            f"{total}: {len(prompt)} in the prompt and {needed} to generate, "
             f"{total - info.max_context} too many.",
             "Shorten the prompt or ask for fewer tokens.",
             param="messages" if default is None else "prompt",
             code="context_length_exceeded",
         )
-    return asked
+    return needed
 
 
 def sampling_params(
