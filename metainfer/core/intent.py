@@ -47,7 +47,7 @@ class Intent:
     `chunk_tokens`: most tokens in a step. `threads`: CPU threads. `ops`: op or site ->
     implementation. `layouts`: role -> layout id. `allow_fallback`: ops that may take a reference
     path. `parallel`: how cards share the model (``single``, ``tp8``, ``ep8`` ...), by name.
-    `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
+    `adapters`: name -> folder of a LoRA adapter. `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
     ``mtp:N``. `model_options`: switches of the model's family, where its published code and its
     deployments differ. `said`: field -> where its value came from, in words, where it was not
     simply a flag.
@@ -71,6 +71,7 @@ class Intent:
     layouts: Mapping[str, str] = field(default_factory=dict)
     parallel: str | None = None
     allow_fallback: tuple[str, ...] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, Origin] = field(default_factory=dict)
     said: Mapping[str, str] = field(default_factory=dict)
 

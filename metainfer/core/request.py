@@ -111,7 +111,8 @@ def _bounded(name: str, value: float, low: float, high: float, *, open_low: bool
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One sequence to generate. `request_id` is unique among live requests.
 
-    `priority`: lower runs first. `cache_salt` separates tenants in the prefix cache.
+    `priority`: lower runs first. `cache_salt` separates tenants in the prefix cache. `adapter`: the
+    name of one that was loaded at start; empty for the model itself.
     """
 
     request_id: str
@@ -120,3 +121,4 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""

@@ -30,6 +30,9 @@ a run's drafts, a token that the device proposed."""
 
 ALL_LAYERS = -1
 
+NO_ADAPTER = -1
+"""`NewRequest.adapter` of a request to the model itself."""
+
 NON_FINITE = "non_finite_logits"
 """`RunResult.code` of a run that met NaN or infinity."""
 
@@ -99,7 +102,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
 
     `computed`: tokens whose cache entries were found, so that computation starts there. `prompt`
     holds prompt and, after preemption, the tokens generated so far; `prompt_len` tells them apart
-    (penalties count generated tokens only).
+    (penalties count generated tokens only). `adapter`: its place among those loaded at start.
     """
 
     request_id: str
@@ -111,6 +114,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     sample_index: int = 0  # tokens sampled before: keeps a seeded stream unbroken by preemption
     eos_token_ids: tuple[int, ...] = ()  # banned from the draw until `min_tokens`
+    adapter: int = NO_ADAPTER
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ from metainfer.core.clock import VirtualClock
 from metainfer.core.errors import InternalError
 from metainfer.core.request import Request
 from metainfer.core.step import (
+    NO_ADAPTER,
     PENDING,
     NewRequest,
     RankTokens,
@@ -67,11 +68,20 @@ def next_token(view: int, vocab: int, seed: int | None, index: int) -> int:
     return mix(view, 0 if seed is None else mix(seed, index)) % vocab
 
 
+def adapted(token: int, adapter: int) -> int:
+    """What the pseudo-model computes with: another number for every adapter."""
+    return token if adapter == NO_ADAPTER else mix(token, adapter)
+
+
 def straight_line(
-    request: Request, groups: tuple[GroupSpec, ...], vocab: int, max_context: int
+    request: Request,
+    groups: tuple[GroupSpec, ...],
+    vocab: int,
+    max_context: int,
+    adapter: int = NO_ADAPTER,
 ) -> list[int]:
     """The answer of `request` computed alone, on plain lists. Stop ids included in the decision,
-    not in the answer."""
+    not in the answer. `adapter`: the place of the request's."""
     params = request.params
     tokens = list(request.prompt)
     eos = () if params.ignore_eos else request.eos_token_ids
@@ -81,7 +91,7 @@ def straight_line(
     done, answer = 0, 0
     while answer < params.max_tokens:
         for position in range(done, len(tokens)):
-            view = _lone_step(groups, cells, tokens[position], position)
+            view = _lone_step(groups, cells, adapted(tokens[position], adapter), position)
         done = len(tokens)
         token = next_token(view, vocab, params.seed, answer)
         if token in stops and answer >= params.min_tokens:
@@ -287,7 +297,7 @@ class NullDevice:
             return RunResult(run.slot, error=message)
         tokens = self._filled(slot, run)
         views = [
-            self._compute(domain, slot, token, position)
+            self._compute(domain, slot, adapted(token, slot.entry.adapter), position)
             for position, token in enumerate(tokens, run.start)
         ]
         rows = self._prompt_rows(slot, run, views)

@@ -36,6 +36,7 @@ class SchedulerConfig:
     `model_drafts`: the device proposes them itself and plans carry placeholders (ADR 0010).
     `split_phases`: prefill and decode get a segment each instead of sharing a mixed one. `layouts`
     maps a phase to the layout of its segments, `buckets` to the padded sizes captured for it.
+    `adapters`: name -> digest of content, in the order of their places on the device.
     """
 
     max_context: int
@@ -48,6 +49,7 @@ class SchedulerConfig:
     split_phases: bool = False
     layouts: Mapping[Phase, str] = field(default_factory=dict)
     buckets: Mapping[Phase, tuple[int, ...]] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
         """Refuse limits under which some running sequence could starve.

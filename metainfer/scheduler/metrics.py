@@ -46,6 +46,8 @@ class Stats:
     cache_alarms: tuple[str, ...]
     draft_alarm: str
     counters: Counters
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
 
     @property
     def longest_decode_gap_s(self) -> float:

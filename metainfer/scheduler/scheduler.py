@@ -24,6 +24,7 @@ from metainfer.core.step import PENDING, NewRequest, RequestOutput, StepPlan, St
 from metainfer.core.verdict import Verdict
 from metainfer.kv.book import audit
 from metainfer.kv.book.manager import Hit, KVManager
+from metainfer.scheduler.adapters import Adapters
 from metainfer.scheduler.build import Build, Flight
 from metainfer.scheduler.config import DraftSource, SchedulerConfig
 from metainfer.scheduler.domain import Domain
@@ -67,6 +68,7 @@ class Scheduler:
         self.domains = [Domain(i, manager, config.max_running) for i, manager in enumerate(kv)]
         self.draft_watch = DraftWatch()
         self.drafting = Drafting(config, drafts)
+        self._adapters = Adapters(config.adapters)
         self._sequences: dict[str, Sequence] = {}
         self._flights: deque[Flight] = deque()
         self._build = Build(len(self.domains))
@@ -82,7 +84,7 @@ class Scheduler:
 
         Raises:
             RequestError: it can never run (``context_length_exceeded``, ``out_of_memory``,
-                ``invalid_value``) or not now (``queue_full``, status 503).
+                ``invalid_value``, ``model_not_found``) or not now (``queue_full``, status 503).
         """
         try:
             self.check(request)
@@ -94,7 +96,9 @@ class Scheduler:
         now = self.clock.now()
         seq = Sequence(request, self._arrivals, self.config.max_context, now)
         self._arrivals += 1
-        seq.prefix = self.domains[0].kv.prefix(seq.tokens, request.cache_salt)
+        seq.adapter = self._adapters.place(request.adapter)
+        content = self._adapters.digest(request.adapter)
+        seq.prefix = self.domains[0].kv.prefix(seq.tokens, request.cache_salt, content)
         domain = self._place(seq)
         seq.domain = domain.index
         domain.enqueue(seq)
@@ -106,6 +110,7 @@ class Scheduler:
         prompt, config = len(request.prompt), self.config
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is in use.", param="request_id")
+        self._adapters.check(request.adapter)
         if not prompt:
             raise RequestError("the prompt is empty.", "Send at least one token.", param="prompt")
         least = prompt + (1 if request.params.max_tokens else 0)
@@ -250,6 +255,7 @@ class Scheduler:
                 seq.request.params,
                 len(seq.tokens) - seq.prompt_len,
                 seq.request.eos_token_ids,
+                seq.adapter,
             )
         )
 
@@ -439,6 +445,12 @@ class Scheduler:
             cache_alarms=tuple(alarm for alarm in alarms if alarm),
             draft_alarm=self.draft_watch.alarm,
             counters=self.counters,
+            running_adapters=self._adapters.in_use(
+                seq for domain in self.domains for seq in domain.running
+            ),
+            waiting_adapters=self._adapters.in_use(
+                seq for domain in self.domains for seq in domain.waiting
+            ),
         )
 
     def audit(self) -> None:

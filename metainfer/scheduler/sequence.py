@@ -8,7 +8,7 @@ decode one with a single token due, a resumed one has prompt and answer due.
 from __future__ import annotations
 
 from metainfer.core.request import Request
-from metainfer.core.step import TokenRun
+from metainfer.core.step import NO_ADAPTER, TokenRun
 from metainfer.kv.book.manager import Account
 from metainfer.kv.book.prefix import Prefix
 
@@ -22,6 +22,7 @@ class Sequence:
 
     __slots__ = (
         "account",
+        "adapter",
         "added_s",
         "cached_tokens",
         "domain",
@@ -82,6 +83,7 @@ class Sequence:
         self.proposals = 0  # drafts that the device made, or will have made, after its latest run
         self.done = False
         self.share = 0
+        self.adapter = NO_ADAPTER
         self.domain = 0
         self.slot = -1
         self.account: Account | None = None

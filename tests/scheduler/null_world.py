@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from metainfer.core.clock import VirtualClock
 from metainfer.core.errors import InternalError, RequestError
 from metainfer.core.request import FinishReason, Request, SamplingParams
-from metainfer.core.step import RequestOutput, StepPlan
+from metainfer.core.step import NO_ADAPTER, RequestOutput, StepPlan
 from metainfer.executor.null import NullCost, NullDevice, straight_line
 from metainfer.kv.book import audit
 from metainfer.kv.book.capacity import CacheSizes
@@ -108,7 +108,8 @@ def sizes_of(
 def request(
     name: str, prompt: list[int] | tuple[int, ...], max_tokens: int = 8, **more: object
 ) -> Request:
-    fields = {k: more.pop(k) for k in ("priority", "cache_salt", "eos_token_ids") if k in more}
+    own = ("priority", "cache_salt", "eos_token_ids", "adapter")
+    fields = {k: more.pop(k) for k in own if k in more}
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
     return Request(name, tuple(prompt), params, **fields)  # type: ignore[arg-type]
 
@@ -237,7 +238,9 @@ class World:
         answer.times += [self.clock.now()] * len(output.tokens)
 
     def reference(self, name: str) -> list[int]:
-        return straight_line(self.requests[name], self.sizes.groups, VOCAB, self.config.max_context)
+        item = self.requests[name]
+        place = list(self.config.adapters).index(item.adapter) if item.adapter else NO_ADAPTER
+        return straight_line(item, self.sizes.groups, VOCAB, self.config.max_context, place)
 
     def check(self) -> None:
         """Every finished answer equals the straight-line one; a cancelled one is its beginning."""

@@ -85,6 +85,7 @@ def play(
         max_drafts=drafts,
         model_drafts=device,
         split_phases=draw.random() < 0.3,
+        adapters={"sql": "digest-1", "law": "digest-2"},
     )
     kind = OracleProposer if device else OracleDrafts
     source = kind(draw.choice([0.0, 0.5, 0.9, 1.0]), draw.randint(0, 99))
@@ -109,6 +110,7 @@ def play(
             draw.choice([10, 30, 80] if tight else [0, 1, 3, 8, 20]),
             priority=draw.choice([0, 0, 0, 1, 2]),
             cache_salt=draw.choice(["", "", "tenant"]),
+            adapter=draw.choice(["", "", "sql", "law"]),
             seed=draw.choice([None, 7]),
             eos_token_ids=(draw.randrange(VOCAB),) if draw.random() < chance else (),
             stop_token_ids=(draw.randrange(VOCAB),) if draw.random() < chance else (),

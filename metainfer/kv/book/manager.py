@@ -108,9 +108,14 @@ class KVManager:
         rings = [g.ring_tokens for g in self.states if g.rewind is Rewind.CURSOR]
         return min(rings, default=_FAR)
 
-    def prefix(self, tokens: list[int], salt: str) -> Prefix:
-        """The digest chain of a sequence; `tokens` may grow, and is read, not copied."""
-        return Prefix(tokens, self.unit, self.namespace, salt)
+    def prefix(self, tokens: list[int], salt: str, adapter: str = "") -> Prefix:
+        """The digest chain of a sequence; `tokens` may grow, and is read, not copied.
+
+        `adapter`: the digest of its adapter's content, which is part of the namespace then.
+        """
+        # No model reference holds a NUL, so the two parts stay apart.
+        namespace = f"{self.namespace}\0{adapter}" if adapter else self.namespace
+        return Prefix(tokens, self.unit, namespace, salt)
 
     def match(self, prefix: Prefix, tokens: int) -> Hit:
         """The longest position below `tokens` at which every group can resume. Changes nothing."""
