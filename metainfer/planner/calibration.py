@@ -18,9 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from metainfer.core.digest import digest
 from metainfer.core.errors import UserError
 from metainfer.core.step import Phase
-from metainfer.planner.steps import Amounts
+from metainfer.kernels.select import Bundle
+from metainfer.models.arch import Arch
+from metainfer.planner.amounts import Amounts
 
 KIND = "steps"
 """Of the records that hold a `Calibration`."""
@@ -104,6 +107,30 @@ class Calibration:
             "request_s": self.request_s,
             "origin": self.origin,
         }
+
+
+def key(arch: Arch, dtype: str, bundle: Bundle, threads: int) -> str:
+    """What step times depend on beside the machine: shapes, type, kernels, threads."""
+    phases = {phase.value for phase in (Phase.CHUNK, Phase.MIXED, Phase.DECODE)}
+    ops = {
+        f"{choice.request.site}@{choice.request.phase.value}": choice.impl.id
+        for choice in bundle.choices
+        if choice.request.phase.value in phases
+    }
+    return digest(
+        {
+            "arch": arch,
+            "dtype": dtype,
+            "layouts": dict(bundle.layouts),
+            "ops": ops,
+            "threads": threads,
+        }
+    )
+
+
+def nothing_measured(key: str) -> Calibration | None:
+    """The records of a machine that has none."""
+    return None
 
 
 def calibration_from(payload: Any) -> Calibration:

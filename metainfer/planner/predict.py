@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.step import Phase
 from metainfer.planner.calibration import Calibration
 from metainfer.planner.ranks import Held
@@ -97,6 +98,20 @@ def predict(
         band=band,
         calibrated="" if calibration is None else calibration.origin,
     )
+
+
+def record_speed(ledger: DecisionLedger, prediction: Prediction | None) -> None:
+    """Where the speeds of the plan's layout come from."""
+    if prediction is None:
+        why = "the family has no cost model, or the machine's rates are unknown"
+        ledger.record("speed", "not predicted", Origin.DERIVED, why)
+    elif prediction.calibrated:
+        why = f"{prediction.calibrated}; within {prediction.band[1] - 1:.0%}"
+        ledger.record("speed", "measured steps", Origin.RECORD, why)
+    else:
+        low, high = prediction.band
+        why = f"bytes, FLOPs and links; no step was measured here: {low:g} to {high:g} of the value"
+        ledger.record("speed", "cost model", Origin.COST_MODEL, why)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from metainfer.comm import model as links
 from metainfer.comm.topology import Topology, from_facts
@@ -25,6 +24,7 @@ from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase, Segment
 from metainfer.kv.book.spec import CacheSpec
 from metainfer.models.arch import Costs
+from metainfer.planner.amounts import Amounts
 from metainfer.planner.ranks import Held
 from metainfer.planner.weights import DTYPE_BYTES, EMBED, EXPERTS, Census
 from metainfer.platform.facts import CPU, Facts
@@ -86,24 +86,6 @@ def rank_work(counted: Census, held: Held, costs: Costs, dtype: str) -> RankWork
         costs=costs,
         specs=held.specs,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Amounts:
-    """A segment's work on its busiest rank. `flops`: of matrices; `attention`: FLOPs over cached
-    keys; `moved`: bytes of weights and caches; `sent`: seconds of collectives."""
-
-    rows: int
-    flops: float
-    attention: float
-    moved: float
-    sent: float = 0.0
-
-
-class Price(Protocol):
-    """Amounts of one segment in a phase -> seconds."""
-
-    def __call__(self, phase: Phase, amounts: Amounts) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,5 +271,7 @@ def step_cost(counted: Census, held: Held, facts: Facts, dtype: str) -> StepCost
     costs = counted.arch.costs()
     if costs is None:
         return None
-    talks = max(held.layout.tensor, held.layout.expert) > 1
+    # Processes of one host meet in its memory: no bus, and nothing that has a price yet.
+    on_bus = facts.device.kind != CPU
+    talks = on_bus and max(held.layout.tensor, held.layout.expert) > 1
     return StepCost(rank_work(counted, held, costs, dtype), from_facts(facts) if talks else None)

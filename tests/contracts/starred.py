@@ -24,9 +24,12 @@ STARRED_ROOMS = (
     "doctor",
     "server",
     "cli",
+    "simulator",
 )
 
 STARRED = (
+    "formats.adapter_config",
+    "formats.adapters",
     "formats.blocks",
     "formats.extents",
     "formats.catalogue",
@@ -54,6 +57,7 @@ STARRED = (
     "models.*.requests",
     "models.*.shapes",
     "models.*.weights",
+    "models.common.adapters",
     "models.common.config",
     "models.common.rope",
     "ops.catalog",
@@ -123,6 +127,7 @@ HEAVY = (
     "ops.*.cuda*",
     "ops.*.vendor_*",
     "ops.linear.fp8",
+    "ops.lora.rows",
     "ops.linear.onednn_layout",
     "ops.linear.packed",
     "ops.linear.rounding",
@@ -135,6 +140,7 @@ HEAVY = (
     "engine.engine",
     "engine.machine",
     "engine.process",
+    "executor.adapters",
     "executor.assemble",
     "executor.graphs",
     "executor.inputs",
