@@ -122,6 +122,7 @@ class _DemuxClient(ABC):
         self._dead: RequestError | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._phase = "start"
+        self.progress: list[Progress] = []  # start-up phases that ended
         self.died = asyncio.Event()
         self.last_heard = time.monotonic()  # the latest step's results came in
 
@@ -132,6 +133,11 @@ class _DemuxClient(ABC):
     @property
     def stats(self) -> EngineStats:
         return self._stats
+
+    @property
+    def phase(self) -> str:
+        """The start-up phase that runs, or ran last."""
+        return self._phase
 
     @property
     def alive(self) -> bool:
@@ -182,6 +188,8 @@ class _DemuxClient(ABC):
                 box.put(_rejection(message))
         elif isinstance(message, Progress):
             self._phase = message.phase
+            if message.seconds is not None:
+                self.progress.append(message)
             if self._on_progress is not None:
                 self._on_progress(message)
         elif self._ready is not None and not self._ready.done():

@@ -24,6 +24,7 @@ from metainfer.server.errors import (
     on_validation_error,
 )
 from metainfer.server.health import Health
+from metainfer.server.live_page import add_page
 from metainfer.server.metrics import Metrics
 from metainfer.server.prepare import chat_job, completion_job, off_loop
 from metainfer.server.reply import EventReply, JsonReply, KeepAlive
@@ -64,6 +65,7 @@ def create_app(state: ServerState) -> Gate:
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(Exception, on_exception)
     _add_routes(app, state)
+    add_page(app, state)
     openapi.install(app, state)
     return Gate(app, state.config)
 

@@ -124,17 +124,26 @@ class Metrics:
         self.fingerprint = ""
         self.spans: Callable[[], dict[str, int]] = dict  # result -> spans, where traces are on
         self.admission_rejections = 0
+        self.recent_first_token = Window()
+        self.recent_token_gap = Window()
+        self.recent_queue = Window()
         self.first_token = Histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS, Window()
+            "time_to_first_token_seconds",
+            "From arrival to the first token.",
+            _SECONDS,
+            self.recent_first_token,
         )
         self.token_gap = Histogram(
-            "inter_token_latency_seconds", "Between two tokens of one choice.", _SECONDS, Window()
+            "inter_token_latency_seconds",
+            "Between two tokens of one choice.",
+            _SECONDS,
+            self.recent_token_gap,
         )
         self.queue = Histogram(
             "request_queue_seconds",
             "A choice's wait from the scheduler's queue to its first step.",
             _SECONDS,
-            Window(),
+            self.recent_queue,
         )
         self._prefill = Histogram(
             "request_prefill_seconds", "From a choice's first step to its first token.", _SECONDS

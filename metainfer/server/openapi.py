@@ -14,6 +14,7 @@ from metainfer.server.schemas import (
     TokenizeRequest,
 )
 from metainfer.server.state import ServerState
+from metainfer.server.status import PageStatus
 
 _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
@@ -21,6 +22,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+_ANSWERS: dict[str, type[msgspec.Struct]] = {"/page/status": PageStatus}
 _TEMPLATE = "#/components/schemas/{name}"
 
 _ERROR = {
@@ -66,6 +68,8 @@ def operation(path: str) -> dict[str, Any]:
         statuses.append(503)
     if "{" in path:
         statuses.append(404)
+    if path == "/page/status":
+        statuses.append(400)
     if LEVELS[path] is Level.ADMIN:
         statuses.append(403)
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
@@ -79,6 +83,9 @@ def operation(path: str) -> dict[str, Any]:
         for status in sorted(statuses)
     }
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if path in _ANSWERS:
+        name = _ANSWERS[path].__name__
+        content = {"application/json": {"schema": {"$ref": _TEMPLATE.format(name=name)}}}
     if path == "/metrics":
         content = {"text/plain": {"schema": {"type": "string"}}}
     if generates:
@@ -111,7 +118,8 @@ def install(app: Any, state: ServerState) -> None:
         schemas = components.setdefault("schemas", {})
         for unwanted in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unwanted, None)
-        _, own = msgspec.json.schema_components(tuple(_BODIES.values()), ref_template=_TEMPLATE)
+        types = (*_BODIES.values(), *_ANSWERS.values())
+        _, own = msgspec.json.schema_components(types, ref_template=_TEMPLATE)
         schemas |= own
         schemas["Error"] = _ERROR
         _narrow(schemas, state)

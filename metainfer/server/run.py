@@ -100,11 +100,14 @@ class Lifecycle:
             loop.add_signal_handler(number, self._on_signal)
         http = asyncio.ensure_future(server.serve(sockets=[self._listener]))
         engine = asyncio.ensure_future(self._serve(server))
+        state = self._state
+        watch = asyncio.ensure_future(state.history.watch(lambda: state.client.stats))
         try:
             await asyncio.wait((http, engine), return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
             return await engine
         finally:
+            watch.cancel()
             server.should_exit = True
             server.force_exit = server.force_exit or self._stop_now.is_set()
             with suppress(TimeoutError, asyncio.CancelledError):

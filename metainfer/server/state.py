@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from metainfer.core.digest import digest
 from metainfer.core.errors import RequestError
 from metainfer.engine.protocol import EngineClient, EngineInfo
+from metainfer.server.recent import History
 
 if TYPE_CHECKING:
     from metainfer.engine.model_text import TextTools
@@ -46,6 +47,7 @@ class ServerState:
     client: EngineClient
     metrics: Metrics
     keep_alive: KeepAlive
+    history: History = field(default_factory=History)
     info: EngineInfo | None = None
     text: TextTools | None = None
     fingerprint: str = ""

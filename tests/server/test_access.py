@@ -14,6 +14,7 @@ from fake_server import Running, call, fake_server, is_error_body
 from metainfer.engine.protocol import EngineStats
 from metainfer.server.access import LEVELS, Gate, Level
 from metainfer.server.app import create_app, new_state
+from metainfer.server.live_page import FILES
 from metainfer.server.state import ServerConfig
 
 
@@ -29,7 +30,7 @@ def routes() -> dict[str, set[str]]:
 def test_every_route_declares_a_level_and_every_level_a_route() -> None:
     assert set(routes()) == set(LEVELS)
     public = {path for path, level in LEVELS.items() if level is Level.PUBLIC}
-    assert public == {"/health", "/health/live", "/health/ready", "/ready"}
+    assert public == {"/health", "/health/live", "/health/ready", "/ready", *FILES}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,8 @@ def test_an_admin_path_needs_the_admin_key(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     "path",
-    ["/nope", "/", "/docs", "/redoc", "/v1", "//health", "/health/", "/health/../metrics",
+    ["/nope", "/page", "/page/", "/page/index.html", "/page/../metrics", "/page/no.js",
+     "/docs", "/redoc", "/v1", "//health", "/health/", "/health/../metrics",
      "/Health", "/metrics/", "/health%2Flive/x", "/invocations"],
 )  # fmt: skip
 def test_paths_that_do_not_exist_need_the_key_too(locked: Running, path: str) -> None:
