@@ -1,22 +1,30 @@
-"""Flags that describe an engine, and the `Intent` they become. vLLM's spellings are aliases."""
+"""Flags that describe an engine, and the `Intent` they become."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from metainfer.cli import settings
 from metainfer.core import env
 from metainfer.core.errors import UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 
-ENGINE = Group("Engine", sort_key=2)
+SIZES = Group("Sizes", sort_key=2)
+CHOICES = Group("Choices of the plan", sort_key=3)
+SOURCES = Group("Where values come from", sort_key=4)
+OUTPUT = Group("Output", sort_key=9)
 
-Json = Annotated[bool, Parameter(name="--json", negative="", help="print one JSON document")]
+Json = Annotated[
+    bool,
+    Parameter(name="--json", negative="", help="print one JSON document", group=OUTPUT),
+]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -61,8 +69,34 @@ def _positive(value: int | None) -> None:
         raise ValueError("must be at least 1")
 
 
-def _flag(*names: str, text: str) -> Parameter:
-    return Parameter(name=names, help=text, group=ENGINE, negative="")
+INTENT_FIELDS = {
+    "--context": "context",
+    "--concurrency": "concurrency",
+    "--kv-memory": "kv_bytes",
+    "--memory-share": "memory_share",
+    "--chunk-tokens": "chunk_tokens",
+    "--page-tokens": "page_tokens",
+    "--threads": "threads",
+    "--goal": "goal",
+    "--dtype": "dtype",
+    "--platform": "platform",
+    "--op": "ops",
+    "--layout": "layouts",
+    "--parallel": "parallel",
+    "--allow-fallback": "allow_fallback",
+    "--no-prefix-cache": "prefix_cache",
+    "--draft": "draft",
+    "--model-option": "model_options",
+}
+"""Flag -> the field of the `Intent` that it sets."""
+
+
+def _flag(*names: str, text: str, group: Group = CHOICES) -> Parameter:
+    return Parameter(name=names, help=text, group=group, negative="")
+
+
+def _size(*names: str, text: str) -> Parameter:
+    return _flag(*names, text=text, group=SIZES)
 
 
 @Parameter(name="*")
@@ -70,23 +104,22 @@ def _flag(*names: str, text: str) -> Parameter:
 class EngineFlags:
     """Wishes; each that is left out is decided by the planner, which says why."""
 
-    context: Annotated[
-        Positive, _flag("--context", "--max-model-len", text="tokens one sequence may hold")
-    ] = None
-    concurrency: Annotated[
-        Positive, _flag("--concurrency", "--max-num-seqs", text="sequences running at once")
-    ] = None
+    context: Annotated[Positive, _size("--context", text="tokens one sequence may hold")] = None
+    concurrency: Annotated[Positive, _size("--concurrency", text="sequences running at once")] = (
+        None
+    )
     kv_memory: Annotated[
-        str | None, _flag("--kv-memory", text="memory for the cache, like 512MiB or 24GiB")
+        str | None, _size("--kv-memory", text="memory for the cache, like 512MiB or 24GiB")
     ] = None
-    chunk_tokens: Annotated[
-        Positive,
-        _flag("--chunk-tokens", "--max-num-batched-tokens", text="most tokens in one step"),
+    memory_share: Annotated[
+        float | None,
+        _size("--memory-share", text="part of the device's memory that may be used, like 0.9"),
     ] = None
-    page_tokens: Annotated[
-        Positive, _flag("--page-tokens", "--block-size", text="tokens in one cache page")
-    ] = None
-    threads: Annotated[Positive, _flag("--threads", text="CPU threads")] = None
+    chunk_tokens: Annotated[Positive, _size("--chunk-tokens", text="most tokens in one step")] = (
+        None
+    )
+    page_tokens: Annotated[Positive, _size("--page-tokens", text="tokens in one cache page")] = None
+    threads: Annotated[Positive, _size("--threads", text="CPU threads")] = None
     goal: Annotated[
         Literal["throughput", "latency", "ttft", "context"],
         _flag("--goal", text="what the plan is made for"),
@@ -113,10 +146,7 @@ class EngineFlags:
         _flag("--allow-fallback", text="OP that may take a reference path (repeatable)"),
     ] = ()
     no_prefix_cache: Annotated[
-        bool,
-        _flag(
-            "--no-prefix-cache", "--no-enable-prefix-caching", text="never reuse cached prefixes"
-        ),
+        bool, _flag("--no-prefix-cache", text="never reuse cached prefixes")
     ] = False
     draft: Annotated[
         str | None,
@@ -127,15 +157,22 @@ class EngineFlags:
         _flag("--model-option", text="NAME=VALUE: a switch of the model's family (repeatable)"),
     ] = ()
 
+    config: Annotated[
+        Path | None,
+        _flag("--config", text="FILE.toml or .yaml with flags by name", group=SOURCES),
+    ] = None
+
     def intent(self, model: str) -> Intent:
         """The `Intent`, with the origin of each value that the user gave."""
-        given = [
-            name for name in ("context", "concurrency", "dtype", "draft") if getattr(self, name)
-        ]
-        origins = dict.fromkeys(given, Origin.FLAG)
+        given = {
+            INTENT_FIELDS[flag]: setting
+            for flag, setting in settings.current.given.items()
+            if flag in INTENT_FIELDS
+        }
+        origins = {name: setting.origin for name, setting in given.items()}
         platform = self.platform
         if platform is not None:
-            origins["platform"] = Origin.FLAG
+            origins.setdefault("platform", Origin.FLAG)
         elif env.get("METAINFER_PLATFORM"):
             platform = env.get("METAINFER_PLATFORM")
             origins["platform"] = Origin.ENV
@@ -147,6 +184,7 @@ class EngineFlags:
             context=self.context,
             concurrency=self.concurrency,
             kv_bytes=None if self.kv_memory is None else parse_size(self.kv_memory, "--kv-memory"),
+            memory_share=self.memory_share,
             page_tokens=self.page_tokens,
             chunk_tokens=self.chunk_tokens,
             threads=self.threads,
@@ -158,6 +196,11 @@ class EngineFlags:
             parallel=self.parallel,
             allow_fallback=self.allow_fallback,
             origins=origins,
+            said={
+                name: f"{setting.flag} set by {setting.said}"
+                for name, setting in given.items()
+                if setting.said != settings.COMMAND_LINE
+            },
         )
 
 

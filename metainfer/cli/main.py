@@ -6,20 +6,43 @@ with ``--json`` it is the document.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group
 
 import metainfer
-from metainfer.cli import bench, chat, convert, doctor, examine, generate, kernels, output, serve
+from metainfer.cli import (
+    bench,
+    chat,
+    completion,
+    config,
+    convert,
+    doctor,
+    examine,
+    generate,
+    help_text,
+    kernels,
+    output,
+    serve,
+    settings,
+    vllm_names,
+)
+from metainfer.cli.declared import Verbs
 from metainfer.cli.output import Output, Result
 from metainfer.core import env
 from metainfer.core.errors import MetaInferError, UsageError, UserError
 
 _LEVELS = ("error", "warning", "info", "debug")
+
+
+RUN = Group("Run a model", sort_key=1)
+UNDERSTAND = Group("Understand a machine, a plan, a setting", sort_key=2)
+MEASURE = Group("Measure and convert", sort_key=3)
 
 
 def build() -> App:
@@ -32,15 +55,19 @@ def build() -> App:
         default_parameter=None,
         result_action="return_value",
     )
-    app.command(serve.serve, name="serve")
-    app.command(chat.chat, name="chat")
-    app.command(generate.generate, name="generate")
-    app.command(doctor.doctor, name="doctor")
-    app.command(examine.app())
-    app.command(kernels.app())
-    app.command(bench.app())
-    app.command(convert.convert, name="convert")
-    app.command(examine.version, name="version")
+    app.command(serve.serve, name="serve", group=RUN)
+    app.command(chat.chat, name="chat", group=RUN)
+    app.command(generate.generate, name="generate", group=RUN)
+    app.command(doctor.doctor, name="doctor", group=UNDERSTAND)
+    app.command(examine.version, name="version", group=UNDERSTAND)
+    app.command(completion.completion, name="completion", group=UNDERSTAND)
+    app.command(convert.convert, name="convert", group=MEASURE)
+    groups = {UNDERSTAND: (examine, config), MEASURE: (kernels, bench)}
+    for group, modules in groups.items():
+        for module in modules:
+            verbs = module.app()
+            verbs.group = group
+            app.command(verbs)
     return app
 
 
@@ -52,8 +79,7 @@ def run(arguments: Sequence[str]) -> int:
         try:
             env.check()
             _set_up_logging()
-            result = build()(words, exit_on_error=False, print_error=False, help_on_error=False)
-            return out.finish(result if isinstance(result, Result) else Result())
+            return out.finish(_run(words))
         except CycloptsError as error:
             return _fail(out, _usage_error(error))
         except MetaInferError as error:
@@ -65,6 +91,20 @@ def run(arguments: Sequence[str]) -> int:
         except BrokenPipeError:  # the reader of our output has left: `metainfer ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 1
+
+
+def _run(words: Sequence[str]) -> Result:
+    app = build()
+    asked = help_text.term_in(words)
+    if asked is not None and (*asked[0], asked[1]) not in (verbs := Verbs(app)):
+        text = help_text.answer(*asked, verbs)
+        return Result({"help": text.splitlines()}, text)
+    made = settings.gather(words, Verbs(app))
+    settings.current = made
+    for note in made.notes:
+        print(note, file=sys.stderr, flush=True)
+    result = app(made.words, exit_on_error=False, print_error=False, help_on_error=False)
+    return result if isinstance(result, Result) else Result()
 
 
 def _fail(out: Output, error: MetaInferError) -> int:
@@ -79,9 +119,20 @@ def _usage_error(error: CycloptsError) -> UsageError:
     head, mark, tail = text.partition(" Did you mean")
     words = [word for word in (error.command_chain or ()) if word]
     command = " ".join(["metainfer", *words])
-    remedy = f"Did you mean{tail}" if mark else f"See {command} --help."
+    remedy = f"Did you mean{tail}" if mark else _nearest(text) or f"See {command} --help."
     head = head.replace(". must", ": it must")
+    remedy = f"{settings.current.blame(text)} {remedy}".strip()
     return UsageError(head if head.endswith((".", "?")) else f"{head}.", remedy)
+
+
+def _nearest(text: str) -> str:
+    """Which flag, ours or vLLM's, an unknown one may have been meant for."""
+    found = re.search(r"Unknown option: \"?(--?[\w-]+)", text)
+    verb = settings.current.verb
+    if found is None or verb is None:
+        return ""
+    near = difflib.get_close_matches(found[1], [*verb.by_name, *vllm_names.BY_NAME], n=1)
+    return f"Did you mean {near[0]}?" if near else ""
 
 
 def _set_up_logging() -> None:

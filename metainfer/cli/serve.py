@@ -56,7 +56,7 @@ def serve(
     max_body: Annotated[str, _flag("--max-body", text="largest request body")] = "4MiB",
     drain_grace: Annotated[
         float,
-        _flag("--drain-grace", "--shutdown-timeout", text="seconds for running requests at stop"),
+        _flag("--drain-grace", text="seconds for running requests at stop"),
     ] = 30.0,
     keep_alive: Annotated[
         float, _flag("--keep-alive", text="seconds until an idle stream gets a comment")

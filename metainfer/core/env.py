@@ -18,12 +18,13 @@ PREFIX = "METAINFER_"
 
 @dataclass(frozen=True, slots=True)
 class EnvVar:
-    """One switch: its default, its effect, and what it costs or who declines it."""
+    """One switch: its default, its effect, what it costs or who declines it, the flag it equals."""
 
     name: str
     default: str
     effect: str
     note: str = ""
+    flag: str = ""
 
 
 VARIABLES: tuple[EnvVar, ...] = (
@@ -38,18 +39,21 @@ VARIABLES: tuple[EnvVar, ...] = (
         "auto",
         "platform plug-in to use; same as --platform",
         "an explicit platform that cannot start is fatal",
+        "--platform",
     ),
     EnvVar(
         "METAINFER_API_KEY",
         "",
         "key that every request must present; same as --api-key",
         "kept out of the process list",
+        "--api-key",
     ),
     EnvVar(
         "METAINFER_ADMIN_KEY",
         "",
         "key of the admin routes; same as --admin-key",
         "kept out of the process list",
+        "--admin-key",
     ),
     EnvVar(
         "METAINFER_LOG",

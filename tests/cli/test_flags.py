@@ -57,16 +57,3 @@ def test_all_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert intent.draft == "ngram:3"
     named = EngineFlags(platform="cpu").intent("m")
     assert named.platform == "cpu" and named.origin("platform") is Origin.FLAG
-
-
-def test_aliases_reach_the_same_fields() -> None:
-    from metainfer.cli import generate
-    from metainfer.cli.main import build
-
-    words = ["generate", "m", "--prompt", "x", "--max-model-len", "99", "--max-num-seqs", "3"]
-    words += ["--max-num-batched-tokens", "64", "--no-enable-prefix-caching", "--block-size", "8"]
-    command, bound, _ = build().parse_args(words, exit_on_error=False, print_error=False)
-    assert command is generate.generate
-    flags = bound.arguments["engine"]
-    assert (flags.context, flags.concurrency, flags.chunk_tokens) == (99, 3, 64)
-    assert flags.no_prefix_cache and flags.page_tokens == 8

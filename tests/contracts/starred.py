@@ -28,6 +28,7 @@ STARRED_ROOMS = (
 )
 
 STARRED = (
+    "__main__",
     "formats.adapter_config",
     "formats.adapters",
     "formats.blocks",
