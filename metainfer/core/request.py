@@ -26,16 +26,18 @@ class FinishReason(StrEnum):
 class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the answer must match: data only, read by whoever computes masks.
 
-    `kind` and `text`: a JSON schema, a regular expression over the whole answer, or a JSON list of
-    texts. `after`: the ids that end reasoning; until they were drawn nothing is enforced.
-    `opening`: the id with which the model may itself open reasoning; None where the prompt did,
-    or where it cannot.
+    `kind` and `text`: a JSON schema, a regular expression over the whole answer, a JSON list of
+    texts, or the parts of an answer (`core.parts`). `after`: the ids that end reasoning; until they
+    were drawn nothing is enforced, and of all ids `barred` alone may not be drawn. `opening`: the
+    id with which the model may itself open reasoning; None where the prompt did, or where it
+    cannot.
     """
 
-    kind: Literal["json", "regex", "choice"]
+    kind: Literal["json", "regex", "choice", "parts"]
     text: str
     after: tuple[int, ...] = ()
     opening: int | None = None
+    barred: tuple[int, ...] = ()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):

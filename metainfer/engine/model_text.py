@@ -46,7 +46,7 @@ class TextTools:
         params: SamplingParams,
         prompt: Prompt,
         *,
-        calls: Literal["read", "drop", "text"],
+        calls: Literal["read", "enforced", "drop", "text"],
         one_call: bool = False,
     ) -> TextStream:
         """The text of an answer to `prompt`, in channels; `calls` as `AnswerParser` takes it."""

@@ -24,13 +24,15 @@ from metainfer.grammar.llg import LLGuidance
 CPU_S = 0.5
 MASK_S = 0.02
 STEPS = 24
+MARKS, MOST_MARKS = 257, 16  # ids that stand for a family's marker tokens
 MEMORY = 4 << 30  # of address space; a few tens of MB are in use
 
 
 def bytes_backend() -> LLGuidance:
-    """The backend over single bytes and one end: enough to say whether a grammar can be had."""
-    pieces = [*(bytes([byte]) for byte in range(256)), b"<end>"]
-    return LLGuidance(Vocabulary(pieces, (256,), (256,)))
+    """The backend over single bytes, one end and some markers: enough to say whether a grammar can
+    be had."""
+    pieces = [*(bytes([byte]) for byte in range(256)), b"<end>", *[b"<mark>"] * MOST_MARKS]
+    return LLGuidance(Vocabulary(pieces, (256,), tuple(range(256, len(pieces)))))
 
 
 def _walk(matcher: Matcher, vocabulary: Vocabulary) -> None:

@@ -1,4 +1,4 @@
-"""llguidance behind `Backend`: JSON schemas, regular expressions and choices as token masks.
+"""llguidance behind `Backend`: JSON schemas, patterns, choices and tool calls as token masks.
 
 Its parser is lazy: compiling is milliseconds, each mask is computed when it is asked for. Fuel
 limits bound both, so that no schema or pattern holds a step up; hitting one ends that answer.
@@ -7,6 +7,8 @@ limits bound both, so that no schema or pattern holds a step up; hitting one end
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from metainfer.core.errors import RequestError
+from metainfer.core.parts import AnyOf, Free, Json, Literal, Marker, Part, Pattern, Repeat, decode
 from metainfer.core.request import GrammarSpec
 from metainfer.grammar.backend import DEAD_END, GrammarError, Vocabulary
-from metainfer.grammar.rules import choice_regex
+from metainfer.grammar.rules import choice_regex, literal_regex
 
 #: Spaces between the parts of a JSON text: free, but not without end, or a model could stay there.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
@@ -43,7 +46,7 @@ def require() -> None:
     """
     if importlib.util.find_spec("llguidance") is None:
         raise RequestError(
-            "Structured output needs the package llguidance, which is not installed.",
+            "Structured output and enforced calls need the package llguidance, which is not here.",
             "Install it where the server runs: pip install 'metainfer[grammar]'.",
             code="unsupported_parameter",
         )
@@ -166,12 +169,64 @@ def _grammar(spec: GrammarSpec) -> str:
         if spec.kind == "json":
             options: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
             grammar: str = LLMatcher.grammar_from_json_schema(spec.text, overrides=options)
+        elif spec.kind == "parts":
+            grammar = _Lark().of(decode(spec.text))
         else:
             pattern = spec.text if spec.kind == "regex" else choice_regex(spec.text)
             grammar = LLMatcher.grammar_from_regex(pattern)
     except ValueError as error:
         raise GrammarError(_one_line(str(error))) from error
     return grammar
+
+
+class _Lark:
+    """Parts of an answer in llguidance's dialect of Lark.
+
+    Its lexer never goes back: text up to an end is one lexeme with it. Where the end is spelled,
+    the lexeme is lazy and stops at the first; where it is a token, text cannot run into it.
+    """
+
+    def __init__(self) -> None:
+        self._frees: dict[str, str] = {}  # rule -> name
+
+    def of(self, part: Part) -> str:
+        """The whole grammar."""
+        start = self._part(part)
+        rules = (f"{name}{rule}" for rule, name in self._frees.items())
+        return "\n".join(["%llguidance {}", *rules, f"start: {start}"])
+
+    def _part(self, part: Part) -> str:
+        if isinstance(part, Literal):
+            return json.dumps(part.text)
+        if isinstance(part, Marker):
+            return json.dumps(part.text) if part.id is None else f"<[{part.id}]>"
+        if isinstance(part, Json):
+            space = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+            return "%json " + json.dumps({**part.schema, "x-guidance": space})
+        if isinstance(part, Pattern):
+            return f"/{_slashes(part.regex)}/"
+        if isinstance(part, Free):
+            return self._free(part)
+        if isinstance(part, Repeat):
+            high = "" if part.high is None else str(part.high)
+            return f"({self._part(part.part)}){{{part.low},{high}}}"
+        joint = " | " if isinstance(part, AnyOf) else " "
+        return f"({joint.join(map(self._part, part.parts))})" if part.parts else '""'
+
+    def _free(self, part: Free) -> str:
+        high = "" if part.high is None else str(part.high)
+        tokens = [item for item in part.end if isinstance(item, Marker) and item.id is not None]
+        spelled = "".join(item.text for item in part.end if item not in tokens)
+        lazy = "[lazy]" if spelled and not tokens else ""
+        rule = f"{lazy}: /(?s:.{{{part.low},{high}}}){''.join(map(literal_regex, spelled))}/"
+        name = self._frees.setdefault(rule, f"free_{len(self._frees)}")
+        return " ".join([name, *map(self._part, tokens)])
+
+
+def _slashes(regex: str) -> str:
+    """`regex` between slashes: those that are not escaped are, and it stays on one line."""
+    found = re.compile(r"(\\.)|(/)|(\n)", re.DOTALL)
+    return found.sub(lambda m: m[1] or ("\\/" if m[2] else "\\n"), regex)
 
 
 def _one_line(text: str) -> str:

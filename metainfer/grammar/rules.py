@@ -21,6 +21,8 @@ MAX_REGEX_CHARS = 8_192
 MAX_CHOICES = 1_024
 MAX_CHOICE_CHARS = 32_768  # of all choices together
 
+MAX_PARTS_CHARS = 262_144  # of an answer that may hold calls, all schemas of its tools included
+
 ANY_OBJECT = GrammarSpec("json", '{"type":"object"}')
 
 
@@ -92,10 +94,11 @@ def choice_spec(choices: Sequence[str], param: str) -> GrammarSpec:
 def choice_regex(text: str) -> str:
     """A regular expression for a ``choice`` grammar's text; every character stands for itself."""
     choices: list[str] = json.loads(text)
-    return "|".join("".join(map(_literal, choice)) for choice in dict.fromkeys(choices))
+    return "|".join("".join(map(literal_regex, choice)) for choice in dict.fromkeys(choices))
 
 
-def _literal(char: str) -> str:
+def literal_regex(char: str) -> str:
+    """A regular expression for one character."""
     # Letters and digits of ASCII mean themselves everywhere; the rest is written by number.
     return char if char.isascii() and char.isalnum() else f"\\u{{{ord(char):X}}}"
 

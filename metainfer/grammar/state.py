@@ -1,7 +1,7 @@
 """`GrammarState`: which ids may come next in one answer, reasoning before it included.
 
 It is what the executor asks (`executor.speculative.Grammar`). A grammar that waits for the end of
-reasoning lets everything through until then, except the ends: an answer is due.
+reasoning lets everything through until then, except the ends and what only an answer may hold.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GrammarState:
             return np.zeros(size, np.bool_)
         if place is _Place.REASONING:
             mask = np.ones(size, np.bool_)
-            mask[list(self._vocabulary.ends)] = False
+            mask[[*self._vocabulary.ends, *self._spec.barred]] = False
             return mask
         used = self._matcher.consume(answer) if answer else 0
         reached = used == len(answer)  # else behind a forbidden draft, or behind the end

@@ -11,6 +11,7 @@ import msgspec
 from metainfer.core.errors import RequestError
 from metainfer.engine.model_text import TextTools
 from metainfer.server.schemas import ChatRequest, Message, Tool
+from metainfer.server.tool_choice import choice_of
 from metainfer.text.dialogue import EFFORTS, SWITCHES, Conversation, ToolUse, Turn
 
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
@@ -22,7 +23,7 @@ def conversation_of(text: TextTools, body: ChatRequest) -> Conversation:
 
     Raises:
         RequestError: 400 for tools that this model's answers cannot be read for, for a choice
-            that would have to be enforced, for results without a call, for bad switches.
+            of none that is offered, for results without a call, for bad switches.
     """
     tools = offered_tools(text, body)
     variables, thinking, effort = _switches(body)
@@ -42,10 +43,7 @@ def conversation_of(text: TextTools, body: ChatRequest) -> Conversation:
 def offered_tools(text: TextTools, body: ChatRequest) -> tuple[Mapping[str, Any], ...]:
     """The function objects to show, exactly as sent; none when the choice is ``none``."""
     tools = [_function(place, tool) for place, tool in enumerate(body.tools or ())]
-    choice = body.tool_choice
-    if choice not in (None, "auto", "none"):
-        _refuse_choice(choice)
-    if not tools or choice == "none":
+    if choice_of(body).mode == "none" or not tools:
         return ()
     names = [str(tool["name"]) for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -59,20 +57,6 @@ def offered_tools(text: TextTools, body: ChatRequest) -> tuple[Mapping[str, Any]
             code="unsupported_parameter",
         )
     return tuple(tools)
-
-
-def _refuse_choice(choice: object) -> None:
-    if isinstance(choice, str) and choice != "required":
-        raise RequestError(
-            f"tool_choice is {choice[:100]!r}.", "Use 'auto' or 'none'.", param="tool_choice"
-        )
-    raise RequestError(
-        "tool_choice 'required' or a named function needs enforcement by a grammar, which is not "
-        "built yet.",
-        "Use 'auto' and say in the prompt what to call.",
-        param="tool_choice",
-        code="unsupported_parameter",
-    )
 
 
 def _function(place: int, tool: Tool) -> Mapping[str, Any]:

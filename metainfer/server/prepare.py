@@ -15,13 +15,15 @@ from metainfer.engine.model_text import TextTools
 from metainfer.engine.protocol import EngineInfo
 from metainfer.engine.text_stream import TextStream, expand
 from metainfer.server.dialogue import conversation_of, size_of
+from metainfer.server.enforced import call_grammar
 from metainfer.server.schemas import MAX_PROMPTS, ChatRequest, CompletionRequest, Sampling
 from metainfer.server.state import ServerConfig, ServerState
 from metainfer.server.structured import check, grammar_of, placed
+from metainfer.server.tool_choice import choice_of
 from metainfer.text.dialogue import Conversation, Prompt
 
 T = TypeVar("T")
-CallsMode = Literal["read", "drop", "text"]
+CallsMode = Literal["read", "enforced", "drop", "text"]
 
 _INLINE_CHARS = 4096
 _LEGACY_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -151,17 +153,18 @@ async def chat_job(
             "top_logprobs is given without logprobs.", "Set logprobs to true.", param="top_logprobs"
         )
     wish = grammar_of(body)
+    choice = choice_of(body)
     conversation = conversation_of(text, body)
-    if wish is not None and conversation.tools:
-        raise RequestError(
-            f"{wish[0]} and tools are given; an answer that may call tools follows no grammar yet.",
-            "Leave one of them out, or set tool_choice to 'none'.",
-            param=wish[0],
-            code="unsupported_parameter",
-        )
     if wish is not None:
         await check(wish)
     prompt = await off_loop(size_of(body), lambda: text.format.encode(conversation))
+    calls: GrammarSpec | None = None
+    notes: tuple[str, ...] = ()
+    if conversation.tools:
+        calls, notes = await call_grammar(text, conversation.tools, choice, wish, prompt)
+    grammar = calls
+    if calls is None and wish is not None:
+        grammar = placed(wish[1], text, prompt)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     asked = _Asked(
         prefix=prefix,
@@ -171,17 +174,12 @@ async def chat_job(
         max_tokens=wanted,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         chat=prompt,
-        calls=_calls_mode(body, conversation),
-        one_call=body.parallel_tool_calls is False,
-        grammar=None if wish is None else placed(wish[1], text, prompt),
-        notes=("strict_not_enforced",) if _wants_strict(conversation) else (),
+        calls="enforced" if calls is not None else _calls_mode(body, conversation),
+        one_call=choice.one,
+        grammar=grammar,
+        notes=notes,
     )
     return _job(state, body, info, asked)
-
-
-def _wants_strict(conversation: Conversation) -> bool:
-    """Whether a tool asks that its schema be enforced; common clients do by default."""
-    return any(tool.get("strict") is True for tool in conversation.tools)
 
 
 def _calls_mode(body: ChatRequest, conversation: Conversation) -> CallsMode:

@@ -111,8 +111,17 @@ def _parsed(schema: object, name: str) -> object:
         raise bad_grammar(f"{name} is not valid JSON: {error}.", name) from error
 
 
-def placed(spec: GrammarSpec, text: TextTools, prompt: Prompt | None) -> GrammarSpec:
-    """`spec` behind the reasoning that the prompt leaves room for.
+def marker_ids(text: TextTools) -> dict[str, int]:
+    """The markers of the model's answers that are one token, with their ids."""
+    found = ((marker, text.tokenizer.token_id(marker)) for marker in text.format.markup.markers)
+    return {marker: token for marker, token in found if token is not None}
+
+
+def placed(
+    spec: GrammarSpec, text: TextTools, prompt: Prompt | None, param: str = "response_format"
+) -> GrammarSpec:
+    """`spec` behind the reasoning that the prompt leaves room for. Where calls are enforced, no
+    token of theirs may stand in it.
 
     Raises:
         RequestError: 400; no token or fixed spelling tells where reasoning ends.
@@ -121,18 +130,21 @@ def placed(spec: GrammarSpec, text: TextTools, prompt: Prompt | None) -> Grammar
     if prompt is None or think is None or prompt.opening is Opening.CONTENT:
         return spec
     opening, after = (_ids(text, tag) for tag in think)
+    barred: tuple[int, ...] = ()
+    if spec.kind == "parts":
+        barred = tuple(token for tag, token in marker_ids(text).items() if tag not in think)
     if prompt.opening is Opening.EITHER:
         if len(opening) != 1 or not after:
             return spec  # the grammar begins at once: there is no token that opens reasoning
-        return msgspec.structs.replace(spec, after=after, opening=opening[0])
+        return msgspec.structs.replace(spec, after=after, opening=opening[0], barred=barred)
     if not after:
         raise RequestError(
             f"This model's tokenizer has no token {think[1]!r} to end its reasoning.",
             "Ask for an answer without reasoning: reasoning_effort 'none'.",
-            param="response_format",
+            param=param,
             code="unsupported_parameter",
         )
-    return msgspec.structs.replace(spec, after=after)
+    return msgspec.structs.replace(spec, after=after, barred=barred)
 
 
 def _ids(text: TextTools, tag: str) -> tuple[int, ...]:

@@ -82,11 +82,12 @@ class AnswerParser:
         markup: Markup,
         opening: Opening = Opening.EITHER,
         *,
-        calls: Literal["read", "drop", "text"] = "read",
+        calls: Literal["read", "enforced", "drop", "text"] = "read",
         continued: bool = False,
         symbols: Mapping[str, str] | None = None,
     ) -> None:
-        """`calls`: read them, cut them out and drop them, or take them for text. `continued`: the
+        """`calls`: read them, cut them out and drop them, or take them for text. ``enforced``: a
+        grammar sees to them, but not inside reasoning, so one there is text. `continued`: the
         answer goes on from text of the prompt, so its leading newlines are its own. `symbols`
         maps marker texts to the characters that stand for their tokens in pushed text
         (`markers.py`); empty for plain text."""
@@ -94,21 +95,22 @@ class AnswerParser:
         self.notes: list[str] = []
         self._buffer = Buffer()
         think = None if markup.think is None else tuple(map(self._marker, markup.think))
+        if think is None:
+            opening = Opening.CONTENT
         self._think = think
         self._reader: CallReader | None = None
         self._dropping = calls == "drop"
         if calls != "text" and markup.calls is not None:
-            tags = markup.calls
+            tags, marks, repeats = markup.calls, self._marker, calls == "enforced"
             if tags.form == "dsml":
-                self._reader = DsmlReader(self._marker(tags.open), self.notes)
+                self._reader = DsmlReader(marks(tags.open), self.notes, repeats=repeats)
             else:
                 self._reader = JsonReader(
-                    self._marker(tags.open), self._marker(tags.close), self.notes
+                    marks(tags.open), marks(tags.close), self.notes, repeats=repeats
                 )
         call_starts = () if self._reader is None else self._reader.starts
         self._needles = (*(think or ()), *call_starts)
-        if think is None:
-            opening = Opening.CONTENT
+        self._before_answer = calls == "enforced" and opening is not Opening.CONTENT
         self._state = {
             Opening.REASONING: _State.REASONING,
             Opening.CONTENT: _State.CONTENT,
@@ -157,6 +159,8 @@ class AnswerParser:
         if not self._after_call:
             self._emit(self._gap)
         self._gap = ""
+        if cut and self._reader is not None and self._reader.in_block:
+            self._note("call_not_finished")
         if self._state is _State.REASONING and not cut:
             self._note("reasoning_not_closed")
         return self._take()
@@ -180,7 +184,10 @@ class AnswerParser:
             if done:
                 self._leave_call()
             return done
-        text, needle = self._buffer.until(self._needles)
+        needles = self._needles
+        if self._before_answer and self._think is not None:
+            needles = self._think
+        text, needle = self._buffer.until(needles)
         self._write(text)
         if needle is None:
             return False
@@ -196,6 +203,8 @@ class AnswerParser:
                 return False
         elif seen.startswith(self._think[0]):
             self._buffer.drop_space()
+        else:
+            self._before_answer = False
         self._state = _State.CONTENT
         return True
 
@@ -223,6 +232,7 @@ class AnswerParser:
         self._gap = ""
         self._fresh = True
         self._after_call = False
+        self._before_answer &= state is _State.REASONING
         self._state = state
 
     def _leave_call(self) -> None:

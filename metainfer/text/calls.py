@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -39,6 +40,11 @@ class CallReader(Protocol):
         """Whether `start` can only end a call."""
         ...
 
+    @property
+    def in_block(self) -> bool:
+        """Between calls: whether the block around them is still open."""
+        ...
+
     def begin(self, start: str) -> None:
         """`start` was consumed."""
         ...
@@ -57,10 +63,14 @@ class CallReader(Protocol):
 
 
 class _Notes:
-    """Calls found so far, and stable words about the others."""
+    """Calls found so far, and stable words about the others. `repeats`: a key that comes again
+    counts, as JSON readers have it."""
 
-    def __init__(self, notes: list[str]) -> None:
+    in_block = False
+
+    def __init__(self, notes: list[str], repeats: bool) -> None:
         self._notes = notes
+        self._repeats = repeats
         self._calls: list[Call] = []
         self._size = 0
 
@@ -73,6 +83,17 @@ class _Notes:
         if note not in self._notes:
             self._notes.append(note)
 
+    def _loads(self, text: str) -> Any:
+        """`loads`; with `repeats` a key that comes again is a note and no fault."""
+        try:
+            return loads(text)
+        except ValueError:
+            if not self._repeats:
+                raise
+        value = loads(text, repeats=True)
+        self._note("duplicate_parameter")
+        return value
+
     def _grow(self, count: int) -> bool:
         """Count `count` more characters of the call; False when it is too long to go on."""
         self._size += count
@@ -82,10 +103,12 @@ class _Notes:
         return False
 
 
-def loads(text: str) -> Any:
-    """Strict JSON: no duplicate key, no NaN or Infinity. `ValueError` otherwise."""
+def loads(text: str, *, repeats: bool = False) -> Any:
+    """Strict JSON: no NaN or Infinity; no duplicate key, or the last of them with `repeats`.
+    `ValueError` otherwise."""
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        hook = None if repeats else _unique
+        return json.loads(text, object_pairs_hook=hook, parse_constant=_no_constant)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -106,6 +129,33 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _written(arguments: dict[str, Any], text: str) -> str:
+    """`arguments` written again; or as they stand, the value of a member of the object `text` or
+    `text` itself, where Python cannot: a number beyond its range, half a surrogate pair."""
+    try:
+        again = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        again.encode()
+        return again
+    except ValueError:
+        members = {key: text[start:end] for key, start, end in _members(text)}
+        return next((members[key] for key in _ARGUMENTS if key in members), text)
+
+
+def _members(text: str) -> Iterator[tuple[str, int, int]]:
+    """Keys of the JSON object `text`, and where their values stand."""
+    decoder = json.JSONDecoder()
+    end = text.index("{")
+    while text[end] != "}":
+        start = text.index('"', end)
+        key, end = decoder.raw_decode(text, start)
+        start = _MEMBER.match(text, end).end()  # type: ignore[union-attr]
+        _, end = decoder.raw_decode(text, start)
+        yield key, start, end
+        end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+
+
+_ARGUMENTS = ("arguments", "parameters")
+_MEMBER, _SPACE = re.compile(r"\s*:\s*"), re.compile(r"\s*")
 _NAME = re.compile(r"""\sname=(?:"([^"]*)"|'([^']*)')""")
 _IS_TEXT = re.compile(r"""\sstring=["']?(true|false)""")
 
@@ -138,8 +188,8 @@ class DsmlReader(_Notes):
     ``function_calls``) and V4.1's space after the token are all understood.
     """
 
-    def __init__(self, token: str, notes: list[str]) -> None:
-        super().__init__(notes)
+    def __init__(self, token: str, notes: list[str], *, repeats: bool = False) -> None:
+        super().__init__(notes, repeats)
         self._open, self._close = f"<{token}", f"</{token}"
         self._value_ends = (f"</{token}parameter>", f"</{token} parameter>")
         self._closing = False
@@ -225,15 +275,19 @@ class DsmlReader(_Notes):
             if tag.empty:
                 self._end_call()
         elif tag.kind == "parameter" and self._name is not None and not tag.closing:
-            if tag.name in self._fields:
+            if tag.name in self._fields and self._repeats:
+                self._note("duplicate_parameter")
+            elif tag.name in self._fields:
                 self._bad = "duplicate_parameter"
             if tag.empty:
                 self._fields[tag.name] = '""'
             else:
                 self._field, self._value = (tag.name, tag.is_text), []
-        elif self._name is not None:  # the block ends, and the call in it did not
-            self._bad = "malformed_call"
-            self._end_call()
+        else:
+            self.in_block = not tag.closing
+            if self._name is not None:  # the block ends, and the call in it did not
+                self._bad = "malformed_call"
+                self._end_call()
 
     def _end_value(self) -> None:
         assert self._field is not None
@@ -243,7 +297,7 @@ class DsmlReader(_Notes):
             self._fields[name] = dumps(value)
             return
         try:
-            loads(value)
+            self._loads(value)
         except ValueError:
             self._bad = self._bad or "invalid_arguments"
         self._fields[name] = value.strip()
@@ -257,7 +311,7 @@ class DsmlReader(_Notes):
         arguments = "{" + ", ".join(f"{dumps(k)}: {v}" for k, v in self._fields.items()) + "}"
         if body and not self._fields:
             try:
-                bad = bad or ("" if isinstance(loads(body), dict) else "invalid_arguments")
+                bad = bad or ("" if isinstance(self._loads(body), dict) else "invalid_arguments")
                 arguments = body
             except ValueError:
                 bad = bad or "invalid_arguments"
@@ -290,8 +344,8 @@ class JsonReader(_Notes):
     The object ends where its braces do, so a marker inside a JSON string is text.
     """
 
-    def __init__(self, start: str, close: str, notes: list[str]) -> None:
-        super().__init__(notes)
+    def __init__(self, start: str, close: str, notes: list[str], *, repeats: bool = False) -> None:
+        super().__init__(notes, repeats)
         self._start, self._close = start, close
         self._reset()
 
@@ -399,15 +453,16 @@ class JsonReader(_Notes):
 
     def _add(self, text: str) -> None:
         try:
-            body = loads(text)
+            body = self._loads(text)
         except ValueError:
             self._note("malformed_call")
             return
         name = body.get("name")
         given = body.get("arguments", body.get("parameters", {}))
         if isinstance(given, str):  # some models encode the object once more
+            text = given
             try:
-                given = loads(given)
+                given = self._loads(given)
             except ValueError:
                 given = None
         if not isinstance(name, str) or not name:
@@ -415,7 +470,7 @@ class JsonReader(_Notes):
         elif not isinstance(given, dict):
             self._note("invalid_arguments")
         else:
-            self._calls.append(Call(name, dumps(given)))
+            self._calls.append(Call(name, _written(given, text)))
 
     def finish(self, buffer: Buffer, *, cut: bool) -> str | None:
         """A whole object without its closing tag was a call; a broken one ends at its first

@@ -23,12 +23,14 @@ class Opening(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallTags:
-    """`form` picks the reader. ``dsml``: `open` is the token inside every tag. ``json``: `open`
-    and `close` stand around one JSON object with ``name`` and ``arguments``."""
+    """`form` picks the reader, and the builder of what is enforced (`call_forms`). ``dsml``: `open`
+    is the token inside every tag, `block` the name of the outer one. ``json``: `open` and `close`
+    stand around one JSON object with ``name`` and ``arguments``."""
 
     form: Literal["dsml", "json"]
     open: str
     close: str = ""
+    block: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ _THINK = ("<think>", "</think>")
 _TOOL_CALL = CallTags("json", "<tool_call>", "</tool_call>")
 
 PLAIN = Markup("plain")
-DEEPSEEK = Markup("deepseek-dsml", _THINK, CallTags("dsml", "｜DSML｜"))
+DEEPSEEK = Markup("deepseek-dsml", _THINK, CallTags("dsml", "｜DSML｜", block="tool_calls"))
 HERMES = Markup("hermes", None, _TOOL_CALL)
 QWEN3 = Markup("qwen3", _THINK, _TOOL_CALL)
 THINK = Markup("think", _THINK)

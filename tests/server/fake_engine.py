@@ -5,7 +5,8 @@ prompt with letters that depend on the prompt, the seed and the position. Flags 
 refusing or mortal. Each command it gets is a line in ``--log``.
 
 With ``--script FILE`` (``{"vocab", "eos", "first_byte", "replies": {name: ids}}``) it plays a
-recorded answer for each prompt that holds ``play:NAME;``, and logs the prompts it is given.
+recorded answer for each prompt that holds ``play:NAME;``, and logs the prompts it is given. With
+``--held TEXT`` it says so only as far as a request's grammar lets it (`held.py`).
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ class Fake:
         if options.script:
             self.script = json.loads(Path(options.script).read_text())
             self.vocab, self.eos = self.script["vocab"], self.script["eos"]
+        self.held = None
+        if options.held:
+            from held import held, library
+
+            self.held, self.library = held, library(options.held, self.vocab, self.eos)
         self.log = open(options.log, "a", buffering=1) if options.log else None  # noqa: SIM115
 
     def note(self, text: str) -> None:
@@ -109,6 +115,8 @@ class Fake:
         if self.script is not None:
             self.note(f"prompt {json.dumps(request.prompt)}")
             tokens = play(request, self.script)
+        if self.held is not None and request.params.grammar is not None:
+            tokens = self.held(tokens, self.library.open(request.params.grammar, ()), self.eos)
         self.live[request.request_id] = (request, tokens, 0)
         self.prompted += len(request.prompt)
         return None
@@ -176,6 +184,7 @@ def main() -> int:
     parser.add_argument("--address", required=True)
     parser.add_argument("--log")
     parser.add_argument("--script")
+    parser.add_argument("--held")
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--die-at", type=int, default=0)

@@ -136,7 +136,7 @@ FIELDS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]},
      "unsupported_parameter", "tools"),
-    ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+    ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
     ({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
     ({"response_format": {"type": "json_schema"}},
      "missing_required_parameter", "response_format.json_schema"),
