@@ -30,6 +30,7 @@ from metainfer.cli import (
     output,
     serve,
     settings,
+    simulate,
     vllm_names,
 )
 from metainfer.cli.declared import Verbs
@@ -59,6 +60,7 @@ def build() -> App:
     app.command(chat.chat, name="chat", group=RUN)
     app.command(generate.generate, name="generate", group=RUN)
     app.command(doctor.doctor, name="doctor", group=UNDERSTAND)
+    app.command(simulate.simulate, name="simulate", group=UNDERSTAND)
     app.command(examine.version, name="version", group=UNDERSTAND)
     app.command(completion.completion, name="completion", group=UNDERSTAND)
     app.command(convert.convert, name="convert", group=MEASURE)

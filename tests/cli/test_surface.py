@@ -35,6 +35,10 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
     },
     ("plan",): ENGINE | {"--model", "--machine", "--json"},
     ("plan", "diff"): {"--json"},
+    ("simulate",): ENGINE | {
+        "--model", "--machine", "--workload", "--curve", "--seed", "--acceptance", "--compare",
+        "--json",
+    },
     ("kernels", "list"): {"--json"},
     ("kernels", "compile"): {"--target", "--plan", "--json"},
     ("bench", "offline"): ENGINE | {
