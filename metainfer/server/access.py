@@ -66,6 +66,9 @@ LEVELS: dict[str, Level] = {
     "/v1/models/{model_id:path}": Level.USER,
     "/v1/chat/completions": Level.USER,
     "/v1/completions": Level.USER,
+    "/v1/responses": Level.USER,
+    "/v1/messages": Level.USER,
+    "/v1/messages/count_tokens": Level.USER,
 }
 
 

@@ -14,9 +14,10 @@ from metainfer.core.errors import RequestError
 from metainfer.engine.protocol import EngineClient
 from metainfer.server import openapi
 from metainfer.server.access import Gate, read_body
-from metainfer.server.bodies import convert, parse_json
+from metainfer.server.bodies import CHAT, Rules, convert, parse_json
 from metainfer.server.chat import chat_answer, chat_events
 from metainfer.server.completions import completion_answer, completion_events
+from metainfer.server.dialects import routes as dialects
 from metainfer.server.errors import (
     on_exception,
     on_http_error,
@@ -85,9 +86,9 @@ def _add_routes(app: Any, state: ServerState) -> None:
     for path, handler in reports:
         app.add_api_route(path, handler, methods=["GET"], **openapi.operation(path))
 
-    async def body_of(request: Request, kind: Any) -> Any:
+    async def body_of(request: Request, kind: Any, rules: Rules = CHAT) -> Any:
         raw = await read_body(request.scope, request.receive, state.config.max_body_bytes)
-        return await off_loop(len(raw) // 16, lambda: convert(parse_json(raw), kind))
+        return await off_loop(len(raw) // 16, lambda: convert(parse_json(raw), kind, rules))
 
     async def chat(request: Request) -> Any:
         arrived = perf_counter()
@@ -118,6 +119,7 @@ def _add_routes(app: Any, state: ServerState) -> None:
         ("/v1/completions", completion),
         ("/tokenize", to_tokens),
         ("/detokenize", to_text),
+        *dialects.routes(state, body_of),
     )
     for path, handler in generating:
         app.add_api_route(

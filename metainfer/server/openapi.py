@@ -7,6 +7,9 @@ from typing import Any
 import msgspec
 
 from metainfer.server.access import LEVELS, Level
+from metainfer.server.dialects.messages_body import CountTokensRequest, MessagesRequest
+from metainfer.server.dialects.responses_body import ResponsesRequest
+from metainfer.server.errors import speaks_anthropic
 from metainfer.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -19,6 +22,9 @@ from metainfer.server.status import PageStatus
 _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -41,6 +47,19 @@ _ERROR = {
         }
     },
 }
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _REASONS = {
     400: "The request is malformed, out of bounds or asks for something unsupported.",
     401: "The API key is missing or wrong.",
@@ -59,7 +78,7 @@ _REASONS = {
 def operation(path: str) -> dict[str, Any]:
     """Keyword arguments of ``add_api_route`` that describe `path`."""
     statuses = [401, 405, 431, 500]
-    generates = path.endswith("completions")
+    generates = path in _GENERATING
     if path in _BODIES:
         statuses += [400, 404, 413, 415, 503]
     if generates:
@@ -72,7 +91,8 @@ def operation(path: str) -> dict[str, Any]:
         statuses.append(400)
     if LEVELS[path] is Level.ADMIN:
         statuses.append(403)
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    form = "AnthropicError" if speaks_anthropic(path) else "Error"
+    error = {"application/json": {"schema": {"$ref": _TEMPLATE.format(name=form)}}}
     status_form = {"application/json": {"schema": {"type": "object"}}}
     health = path.startswith("/health") or path == "/ready"
     responses: dict[int | str, dict[str, Any]] = {
@@ -121,7 +141,7 @@ def install(app: Any, state: ServerState) -> None:
         types = (*_BODIES.values(), *_ANSWERS.values())
         _, own = msgspec.json.schema_components(types, ref_template=_TEMPLATE)
         schemas |= own
-        schemas["Error"] = _ERROR
+        schemas |= {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
         _narrow(schemas, state)
         components["securitySchemes"] = {
             name: {"type": "http", "scheme": "bearer"} for name in ("key", "adminKey")
@@ -145,8 +165,8 @@ def _narrow(schemas: dict[str, Any], state: ServerState) -> None:
         named = {"type": "string", "enum": names}
         optional = "anyOf" in properties["model"]
         properties["model"] = {"anyOf": [named, {"type": "null"}]} if optional else named
-        for field in ("max_tokens", "max_completion_tokens"):
+        for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if state.info is not None and field in properties:
-                for option in properties[field]["anyOf"]:
+                for option in properties[field].get("anyOf", ()):
                     if option["type"] == "integer":
                         option["maximum"] = state.info.max_context

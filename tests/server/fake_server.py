@@ -158,3 +158,17 @@ def is_error_body(body: Any) -> bool:
         and isinstance(error["code"], str)
         and (error["param"] is None or isinstance(error["param"], str))
     )
+
+
+def is_anthropic_error(body: Any) -> bool:
+    """Whether `body` is an error in Anthropic's form."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return (
+        isinstance(error, dict)
+        and body["type"] == "error"
+        and set(body) == {"type", "error"}
+        and set(error) == {"type", "message"}
+        and isinstance(error["type"], str)
+        and isinstance(error["message"], str)
+        and bool(error["message"])
+    )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_server import Running, call, fake_server, is_error_body
+from fake_server import Running, call, fake_server, is_anthropic_error, is_error_body
 
 from metainfer.engine.protocol import EngineStats
 from metainfer.server.access import LEVELS, Gate, Level
@@ -50,9 +50,13 @@ def test_walk_without_with_wrong_and_with_key(locked: Running) -> None:
             if LEVELS[path] is Level.PUBLIC:
                 assert bare.status == 200
                 continue
-            assert (bare.status, bare.json["error"]["code"]) == (401, "invalid_api_key"), where
+            assert bare.status == 401, where
             assert bare.json["error"]["type"] == "authentication_error"
-            assert is_error_body(bare.json)
+            if path.startswith("/v1/messages"):
+                assert is_anthropic_error(bare.json)
+            else:
+                assert is_error_body(bare.json)
+                assert bare.json["error"]["code"] == "invalid_api_key"
             for header in ("Bearer wrong", "Bearer", f"Basic {key}", f"Bearer {key}x", key, ""):
                 assert call(
                     locked.port, method, where, body, {"Authorization": header}
@@ -116,3 +120,14 @@ def test_no_docs_page_that_loads_from_elsewhere(server: Running) -> None:
     assert call(server.port, "GET", "/docs").status == 404
     assert call(server.port, "GET", "/redoc").status == 404
     assert call(server.port, "GET", "/openapi.json").status == 200
+
+
+def test_anthropics_clients_present_their_key_in_a_header_of_its_own(locked: Running) -> None:
+    key = {"x-api-key": "sésame-1".encode().decode("latin-1")}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        assert call(locked.port, "POST", path, b"{}", key).status == 400
+        assert call(locked.port, "POST", path, b"{}", {"x-api-key": "wrong"}).status == 401
+    both = key | {"authorization": "Bearer wrong"}
+    assert call(locked.port, "POST", "/v1/messages", b"{}", both).status == 401
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messagesx"):
+        assert call(locked.port, "POST", path, b"{}", key).status == 401

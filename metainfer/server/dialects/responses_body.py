@@ -408,11 +408,32 @@ def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") != "function":
+    if choice.get("type") == "function":
+        return _named("tool_choice", choice)
+    if choice.get("type") != "allowed_tools":
         raise _unsupported(
-            "tool_choice.type", choice.get("type"), "Use 'auto', 'none', 'required' or a function."
+            "tool_choice.type",
+            choice.get("type"),
+            "Use 'auto', 'none', 'required', a function or allowed_tools of functions.",
         )
-    return {"type": "function", "function": {k: v for k, v in choice.items() if k != "type"}}
+    tools = [
+        _named(f"tool_choice.tools[{place}]", tool)
+        for place, tool in enumerate(_list(choice, "tools"))
+    ]
+    allowed = {"mode": choice.get("mode", "auto"), "tools": tools}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+def _named(where: str, tool: object) -> dict[str, Any]:
+    """A function that a choice names, in chat's form."""
+    name = tool.get("name") if isinstance(tool, dict) else None
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(name, str):
+        raise RequestError(
+            f"{where} names no function.",
+            "Send {'type': 'function', 'name': ...}.",
+            param=where,
+        )
+    return {"type": "function", "function": {"name": name}}
 
 
 def _format(text: TextConfig | None) -> dict[str, Any] | None:
