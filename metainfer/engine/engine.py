@@ -21,7 +21,10 @@ from metainfer.core.step import Phase, RequestOutput
 from metainfer.engine.devices import open_executor
 from metainfer.engine.grammars import GrammarDesk, open_library
 from metainfer.engine.machine import Machine, open_machine
-from metainfer.engine.protocol import EngineInfo, EngineStats, Progress
+from metainfer.engine.protocol import EngineInfo, EngineStats, Fault, Guards, Progress
+from metainfer.engine.recorder import FlightRecorder
+from metainfer.engine.stacks import StackTimer
+from metainfer.engine.steps import Steps, guard_trace, set_guard
 from metainfer.kv.book.manager import KVManager
 from metainfer.planner.drafts import MODEL, NGRAM
 from metainfer.planner.opening import OpenedModel, open_model
@@ -37,6 +40,10 @@ if TYPE_CHECKING:
     from metainfer.kernels.table import Trace
 
 OnProgress = Callable[[Progress], None]
+OnFault = Callable[[Fault], None]
+
+UNWATCHED = Guards(hang_after_s=0.0)
+"""For engines that no server watches: a debugger may stop in a step for as long as it likes."""
 
 
 class Engine:
@@ -49,9 +56,16 @@ class Engine:
         *,
         trace: Trace | None = None,
         machine: Machine | None = None,
+        guards: Guards = UNWATCHED,
+        recorder: FlightRecorder | None = None,
+        on_fault: OnFault = lambda fault: None,
     ) -> None:
-        """`machine`: the one to run on, when it was opened before; else this one is opened."""
+        """`machine`: the one to run on, when it was opened before; else this one is opened.
+        `on_fault` is told what broke while the engine goes on."""
         self.intent = intent
+        self._guards = guards
+        self._recorder = recorder or FlightRecorder()
+        self._on_fault = on_fault
         self._machine = machine
         self._on_progress = on_progress
         self._trace = trace
@@ -60,7 +74,7 @@ class Engine:
         self._executor: LocalExecutor | RankExecutor | None = None
         self._desk = GrammarDesk(None)
         self._phase_name = ""
-        self._last_step_s = 0.0
+        self._steps: Steps | None = None
         self.resolved: Resolved | None = None
 
     # -- start -------------------------------------------------------------------------------------
@@ -72,7 +86,7 @@ class Engine:
             UserError: the machine, the model or a wish stands against it.
         """
         with self._phase("model files"):
-            model = open_model(self.intent.model)
+            model = open_model(self.intent.model, adapters=self.intent.adapters)
         with self._phase("machine"):
             machine = self._machine or open_machine(self.intent.platform)
         with self._phase("plan"):
@@ -86,14 +100,23 @@ class Engine:
         with self._phase("qualify kernels"):
             resolved = machine.resolve_proven(model, self.intent, self._note)
             self.resolved = resolved
+        trace = guard_trace(self._guards.nan_guard, resolved, self._trace)
         with self._phase("weights"):
             self._executor = open_executor(
-                resolved, model, machine, self.intent, note=self._note, trace=self._trace
+                resolved, model, machine, self.intent, note=self._note, trace=trace
             )
+            set_guard(self._executor, self._guards.nan_guard)
         with self._phase("warm-up"):
             self._executor.warm(self._note)
         self._open_grammars(self._executor, model, resolved.arch.vocab_size)
         self._scheduler = self._make_scheduler(resolved, model)
+        self._steps = Steps(
+            self._executor,
+            self._scheduler,
+            self._recorder,
+            StackTimer(self._guards.hang_after_s),
+            self._on_fault,
+        )
         plan = resolved.plan
         return EngineInfo(
             model=model.source.reference,
@@ -150,8 +173,10 @@ class Engine:
         limits = plan.limits
         namespace = f"{model.source.reference}:{model.seed}:{plan.model.dtype}"
         managers = [
-            KVManager(resolved.sizes, namespace=namespace, caching=plan.prefix_cache)
-            for _ in range(plan.kv_domains)
+            KVManager(
+                resolved.sizes, domain=domain, namespace=namespace, caching=plan.prefix_cache
+            )
+            for domain in range(plan.kv_domains)
         ]
         config = SchedulerConfig(
             max_context=limits.max_context,
@@ -202,6 +227,7 @@ class Engine:
                 output = RequestOutput(request_id, (), finish=FinishReason.CANCELLED)
             self._desk.forget(request_id)
             ended.append(output)
+        self._rest_if_idle()
         return [output for output in ended if output is not None]
 
     def step(self) -> tuple[list[RequestOutput], EngineStats]:
@@ -210,17 +236,20 @@ class Engine:
         Raises:
             InternalError: an invariant broke; the engine must not go on.
         """
-        assert self._executor is not None
+        assert self._steps is not None
         outputs = self._admit_ready()
         plan = self.scheduler.schedule()
         if plan is not None:
-            result = self._executor.execute(plan)
-            self._last_step_s = result.seconds
-            outputs += self.scheduler.commit(result)
+            outputs += self._steps.run(plan)
         for output in outputs:
             if output.finish is not None:
                 self._desk.forget(output.request_id)
+        self._rest_if_idle()
         return outputs, self.stats()
+
+    def _rest_if_idle(self) -> None:
+        if self._steps is not None and not self.has_work:
+            self._steps.rest()
 
     def _admit_ready(self) -> list[RequestOutput]:
         """Queue what waited for its grammar; the outputs end what cannot be queued any more."""
@@ -251,11 +280,13 @@ class Engine:
             cache_query_tokens=counters.cache_query_tokens,
             cache_hit_tokens=counters.cached_tokens,
             longest_decode_gap_s=reading.longest_decode_gap_s,
-            last_step_s=self._last_step_s,
+            last_step_s=self._steps.last_s if self._steps is not None else 0.0,
             drafted_tokens=counters.drafted_tokens,
             accepted_drafts=counters.accepted_drafts,
             draft_alarm=reading.draft_alarm,
             cache_alarms=reading.cache_alarms,
+            non_finite=counters.non_finite,
+            abandoned_steps=counters.abandoned,
         )
 
     @property

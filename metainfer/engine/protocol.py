@@ -14,7 +14,18 @@ import msgspec
 
 from metainfer.core.request import Request
 from metainfer.core.step import RequestOutput
+from metainfer.executor.protocol import NanGuard
 from metainfer.platform.facts import LinkFacts
+
+
+class Guards(msgspec.Struct, frozen=True):
+    """How closely an engine is watched. Decides nothing of what it computes.
+
+    `nan_guard`: see `NanGuard`. `hang_after_s`: a step that takes longer hangs; 0 = none does.
+    """
+
+    nan_guard: NanGuard = NanGuard.LOGITS
+    hang_after_s: float = 120.0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -54,6 +65,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     accepted_drafts: int = 0
     draft_alarm: str = ""  # why speculation looks broken, empty when it does not
     cache_alarms: tuple[str, ...] = ()  # why the prefix cache looks broken
+    non_finite: int = 0  # requests that met NaN or infinity
+    abandoned_steps: int = 0  # steps for which memory did not suffice
 
 
 # -- server to engine ------------------------------------------------------------------------------
@@ -108,6 +121,13 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     retry_after_s: float | None = None
 
 
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """Something broke and the engine goes on; `text` holds nothing of a user's."""
+
+    kind: str
+    text: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine cannot go on (or cannot start): one line of cause, one of remedy."""
 
@@ -118,7 +138,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     body: dict[str, Any] = {}
 
 
-FromEngine = Progress | Ready | Outputs | Rejected | Failed
+FromEngine = Progress | Ready | Outputs | Rejected | Fault | Failed
 
 
 class EngineClient(Protocol):

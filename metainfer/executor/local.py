@@ -7,6 +7,8 @@ plan's table.
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from metainfer.core.errors import InternalError
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import (
     ALL_LAYERS,
+    NO_ADAPTER,
     NewRequest,
     PageGrant,
     Phase,
@@ -29,9 +32,11 @@ from metainfer.core.step import (
     StepResult,
     TokenRun,
 )
+from metainfer.executor.finite import FiniteTrace, Place, owners_of
 from metainfer.executor.graphs import DecodeGraphs
 from metainfer.executor.inputs import build
-from metainfer.executor.sampler import finish_runs
+from metainfer.executor.protocol import NanGuard
+from metainfer.executor.sampler import broken, finish_runs
 from metainfer.executor.slots import OpenGrammar, SlotTable
 from metainfer.executor.speculative import ModelDrafts, propose
 from metainfer.kernels.table import OpTable
@@ -44,7 +49,8 @@ MOST_OPEN = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalParts:
-    """What an executor runs on, put together by `executor.assemble`. `drafts`: most in a run."""
+    """What an executor runs on, put together by `executor.assemble`. `drafts`: most in a run.
+    `adapters`: how many are loaded."""
 
     model: Any
     ops: OpTable
@@ -59,6 +65,7 @@ class LocalParts:
     graph_buckets: tuple[int, ...] = ()
     drafts: int = 0
     model_drafts: ModelDrafts | None = None
+    adapters: int = 0
 
 
 class LocalExecutor:
@@ -69,6 +76,7 @@ class LocalExecutor:
         self._slots = SlotTable(parts.groups, parts.slots, parts.max_context, parts.vocab)
         self._graphs: DecodeGraphs | None = None
         self._open: deque[StepResult] = deque()
+        self.nan_guard = NanGuard.LOGITS  # set it before `warm`
 
     def use_grammars(self, make: OpenGrammar) -> None:
         """From now on requests may carry a grammar; `make` gives its state as they enter."""
@@ -80,6 +88,8 @@ class LocalExecutor:
         After this nothing is left to compile, and the largest transients have been allocated.
         """
         parts = self._parts
+        if isinstance(parts.ops.trace, FiniteTrace):
+            parts.ops.trace.know(owners_of(parts.model.layers, parts.store.layers))
         at_limit = min(parts.step_tokens, parts.max_context)
         if parts.device.type == "cpu":
             # Host memory is not the limit there; a full chunk at the limit would cost seconds.
@@ -102,7 +112,7 @@ class LocalExecutor:
             start, length = runs[0]
             on_bucket(f"{phase.value}, {length} tokens from {start}")
             self._warm_segment(phase, runs[: parts.slots])
-        if parts.graph_buckets:
+        if parts.graph_buckets and self.nan_guard is not NanGuard.LAYERS:
             self._graphs = DecodeGraphs(parts)
             for bucket in parts.graph_buckets:
                 on_bucket(f"decode graph of {bucket}")
@@ -131,12 +141,51 @@ class LocalExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
         self._slots.apply(plan)
-        self._parts.store.copy_pages(plan.copies)
-        self._parts.store.move_states(plan.moves)
+        parts = self._parts
+        parts.store.copy_pages(plan.copies)
+        parts.store.move_states(plan.moves)
         results: list[RunResult] = []
+        if isinstance(parts.ops.trace, FiniteTrace):
+            parts.ops.trace.start()
         for segment in plan.segments:
             results += self._segment(segment)
         return StepResult(plan.step, tuple(results), time.perf_counter() - begin)
+
+    @torch.inference_mode()
+    def locate(self, plan: StepPlan, slot: int) -> Place | None:
+        """Where the run of `slot` in the latest plan first met NaN or infinity; None: not again.
+
+        With the guard in `LAYERS` the step itself has told. Else the run is computed once more,
+        alone, without a graph and without its drafts, with a check behind every op. That writes to
+        pages and states of its own only; nobody may go on with the request.
+        """
+        parts = self._parts
+        if isinstance(parts.ops.trace, FiniteTrace):
+            return parts.ops.trace.first()
+        segment, run = next(
+            (segment, run)
+            for segment in plan.segments
+            for run in segment.ranks[0].runs
+            if run.slot == slot
+        )
+        tokens = run.tokens[: len(run.tokens) - run.drafts]
+        alone = RankTokens((TokenRun(slot, run.start, tokens, 1),))
+        trace = FiniteTrace()
+        trace.know(owners_of(parts.model.layers, parts.store.layers))
+        ops = OpTable(parts.ops.choices, trace).phase(segment.phase)
+        inputs = build(alone, self._slots, parts.groups).to(parts.device)
+        hidden = parts.model.forward(inputs, parts.store.layers, ops, segment.stop_layer)
+        parts.model.logits(hidden, inputs, ops)
+        return trace.first()
+
+    def free_memory(self) -> int:
+        """Give back what caches of the allocator hold; bytes that are free afterwards."""
+        gc.collect()
+        if self._parts.device.type != "cuda":
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        torch.cuda.synchronize(self._parts.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._parts.device)[0]
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -153,18 +202,21 @@ class LocalExecutor:
             raise InternalError(f"one rank was given {len(segment.ranks)} token lists")
         parts, rank = self._parts, segment.ranks[0]
         phase_ops = parts.ops.phase(segment.phase)
+        guard = self.nan_guard is not NanGuard.OFF
         host = build(rank, self._slots, parts.groups)
         drafter = parts.model_drafts
         if self._graphs is not None and _captured(segment) and drafter is None:
             logits = self._graphs.run(host)
             if logits is not None:
-                return finish_runs(logits, rank.runs, self._slots, phase_ops)
+                return finish_runs(logits, rank.runs, self._slots, phase_ops, guard=guard)
         inputs = host.to(parts.device)
         hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
         results = [RunResult(run.slot) for run in rank.runs]
         if len(host.logit_rows):
             logits = parts.model.logits(hidden, inputs, phase_ops)
-            results = finish_runs(logits, rank.runs, self._slots, phase_ops)
+            results = finish_runs(logits, rank.runs, self._slots, phase_ops, guard=guard)
+        if guard:
+            _check_silent_rows(getattr(hidden, "normed", hidden), rank.runs, results)
         if drafter is not None and segment.stop_layer == ALL_LAYERS:
             propose(drafter, hidden, inputs, rank.runs, results, self._slots, phase_ops)
         return results
@@ -174,12 +226,14 @@ class LocalExecutor:
         parts = self._parts
         params = SamplingParams(temperature=0.0)
         slots = range(len(runs))
+        count = parts.adapters
+        places = [slot % count if count else NO_ADAPTER for slot in slots]
         drafts = runs[0][1] - 1 if phase is Phase.VERIFY else 0
         proposals = parts.drafts if parts.model_drafts is not None else 0
         proposals = min(proposals, parts.max_context - max(sum(run) for run in runs))
         new = tuple(
-            NewRequest("warm", slot, 0, (0,) * length, length, 0, params)
-            for slot, (_, length) in zip(slots, runs, strict=True)
+            NewRequest("warm", slot, 0, (0,) * length, length, 0, params, adapter=place)
+            for slot, (_, length), place in zip(slots, runs, places, strict=True)
         )
         pages = tuple(
             PageGrant(slot, group.index, 0, (0,) * group.pages_for(start + length + proposals))
@@ -194,6 +248,24 @@ class LocalExecutor:
         segment = Segment(phase, "warm", (RankTokens(tokens),))
         self.execute(StepPlan(0, (segment,), new, pages))
         self._slots.apply(StepPlan(0, (), released=tuple(slots)))
+
+
+def _check_silent_rows(
+    hidden: torch.Tensor, runs: Sequence[TokenRun], results: list[RunResult]
+) -> None:
+    """Fail runs with rows that have no logits to show NaN, as all of a prompt but its end have.
+
+    `hidden` [T, ...] of the whole segment. One flag per token comes to the host.
+    """
+    if all(len(run.tokens) <= run.logits for run in runs):
+        return
+    finite = torch.isfinite(hidden.flatten(1)).all(dim=1).tolist()
+    at = 0
+    for number, run in enumerate(runs):
+        end = at + len(run.tokens)
+        if not results[number].error and not all(finite[at : end - run.drafts]):
+            results[number] = broken(run.slot)
+        at = end
 
 
 def _captured(segment: Segment) -> bool:

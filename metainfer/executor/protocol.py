@@ -19,9 +19,23 @@ copied back. Entries from its start on are simply overwritten; visibility is by 
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Protocol
 
 from metainfer.core.step import StepPlan, StepResult
+
+
+class NanGuard(StrEnum):
+    """What an executor looks at to find NaN and infinity.
+
+    OFF: nothing; tokens are drawn from whatever is there. LOGITS: the rows that tokens are drawn
+    from, and the last hidden states of the others. LAYERS: what every op returns, in every step,
+    without graphs.
+    """
+
+    OFF = "off"
+    LOGITS = "logits"
+    LAYERS = "layers"
 
 
 class Executor(Protocol):

@@ -1,10 +1,10 @@
-"""After a step for which memory did not suffice: its requests are tried again until it is clear why.
+"""After a step for which memory did not suffice: its requests are tried until the cause shows.
 
 Everything that runs is put back, which changes no token. Then the step's requests are tried in
 halves, each half by itself, until each has got past where the step was to bring it. A request that
 fails alone is given smaller chunks; one that fails alone with the smallest is the cause and ends.
-If none is, no more run at once, and no longer chunks are computed, than were seen to fit; that holds
-until the engine has been idle.
+If none is, no more run at once, and no longer chunks are computed, than were seen to fit, until the
+engine has been idle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Batch = dict[str, int]
 
 
 class Trials:
-    """`most_running` and `most_tokens` (of prompts, in a step) bound every step of the scheduler."""
+    """`most_running` and `most_tokens` (of prompts in a step) bound every step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
