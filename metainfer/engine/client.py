@@ -9,18 +9,18 @@ end is reported by the operating system (a pidfd), and then every open stream ra
 from __future__ import annotations
 
 import asyncio
-import queue
+import logging
 import shutil
+import signal
 import sys
 import tempfile
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,12 +30,15 @@ from metainfer.core.intent import Intent
 from metainfer.core.request import Request
 from metainfer.core.step import RequestOutput
 from metainfer.core.verdict import Reason
+from metainfer.engine.overseer import Overseer
 from metainfer.engine.protocol import (
     Cancel,
     EngineInfo,
     EngineStats,
     Failed,
+    Fault,
     FromEngine,
+    Guards,
     Outputs,
     Progress,
     Ready,
@@ -53,6 +56,7 @@ OnProgress = Callable[[Progress], None]
 _DRAIN_AFTER_DEATH_S = 0.05
 _TERM_S = 2.0
 _MESSAGES_PER_TURN = 64
+_log = logging.getLogger("metainfer.engine")
 
 
 class EngineRefusedError(RefusedError):
@@ -72,7 +76,7 @@ class EngineRefusedError(RefusedError):
         return dict(self._body) if self._body else super().to_json()
 
 
-def engine_dead(detail: str = "") -> RequestError:
+def engine_dead(detail: str = "", retry_after_s: float | None = None) -> RequestError:
     """What every open and every new request gets once the engine is gone."""
     cause = "The engine process ended" + (f" ({detail})." if detail else ".")
     return RequestError(
@@ -81,6 +85,7 @@ def engine_dead(detail: str = "") -> RequestError:
         status=503,
         error_type="server_error",
         code="engine_dead",
+        retry_after_s=retry_after_s,
     )
 
 
@@ -112,7 +117,7 @@ class _Mailbox:
         return item
 
 
-class _DemuxClient(ABC):
+class DemuxClient(ABC):
     """What both clients share: mailboxes, the last stats, start-up and death."""
 
     def __init__(self, on_progress: OnProgress | None = None) -> None:
@@ -122,6 +127,8 @@ class _DemuxClient(ABC):
         self._dead: RequestError | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._phase = "start"
+        self.retry_after_s: float | None = None  # what clients are told when the engine dies
+        self.cause = ""  # of its death
         self.progress: list[Progress] = []  # start-up phases that ended
         self.died = asyncio.Event()
         self.last_heard = time.monotonic()  # the latest step's results came in
@@ -174,6 +181,14 @@ class _DemuxClient(ABC):
         if request_ids and self._dead is None:
             self._send(Cancel(tuple(request_ids)))
 
+    def abort(self, request_ids: Sequence[str], error: RequestError) -> None:
+        """End requests in the engine; their streams raise `error` after what they hold already."""
+        here = [name for name in request_ids if name in self._boxes]
+        if here and self._dead is None:
+            self._send(Cancel(tuple(here)))
+        for name in here:
+            self._boxes[name].put(error)
+
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
             self.last_heard = time.monotonic()
@@ -197,13 +212,29 @@ class _DemuxClient(ABC):
                 self._ready.set_result(message.info)
             else:
                 self._ready.set_exception(EngineRefusedError(message))
+        elif isinstance(message, Fault):
+            self._on_fault(message)
         elif isinstance(message, Failed):
             self._die(f"{message.cause} {message.remedy}".strip())
+
+    def _on_fault(self, fault: Fault) -> None:
+        """Something broke in the engine, which goes on."""
+        _log.warning(fault.text)
+
+    def flight(self) -> dict[str, Any] | None:
+        """The engine's last steps, where this side can see them."""
+        return None
+
+    @property
+    def hung(self) -> str:
+        """Why the engine is thought to hang; empty when it is not, or nobody looks."""
+        return ""
 
     def _die(self, detail: str) -> None:
         if self._dead is not None:
             return
-        self._dead = engine_dead(detail)
+        self._dead = engine_dead(detail, self.retry_after_s)
+        self.cause = detail
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(
                 UserError(
@@ -230,7 +261,7 @@ def _rejection(message: Rejected) -> RequestError:
     )
 
 
-class ProcessClient(_DemuxClient):
+class ProcessClient(DemuxClient):
     """The engine as a child process behind a socket in a private folder.
 
     `command` replaces ``python -m metainfer.engine.process`` (tests). A guardian sees to it that
@@ -243,9 +274,14 @@ class ProcessClient(_DemuxClient):
         on_progress: OnProgress | None = None,
         *,
         command: Sequence[str] | None = None,
+        guards: Guards | None = None,
     ) -> None:
         super().__init__(on_progress)
         self._intent = intent
+        self._guards = guards or Guards()
+        self._overseer = Overseer(self._guards.hang_after_s)
+        self._closing = False
+        self._info: EngineInfo | None = None
         self._command = tuple(command or (sys.executable, "-m", "metainfer.engine.process"))
         self._folder = ""
         self._context: Any = None
@@ -283,7 +319,8 @@ class ProcessClient(_DemuxClient):
             self._socket.bind(address)
             loop.add_reader(self._socket.fd, self._on_readable)
             self._spawn(address)
-            info = await self._ready
+            info = self._info = await self._ready
+            self._keep(asyncio.ensure_future(self._oversee()))
             # Connected: the name has served, and nothing is left behind if we are killed.
             shutil.rmtree(self._folder, ignore_errors=True)
             return info
@@ -295,10 +332,15 @@ class ProcessClient(_DemuxClient):
         from metainfer.workers.process import spawn
 
         options = Path(self._folder) / "options.json"
-        options.write_text(canonical_json({"intent": self._intent}) + "\n")
+        flight = self._overseer.descriptor
+        guards = msgspec.to_builtins(self._guards)
+        said = {"intent": self._intent, "guards": guards, "flight": flight}
+        options.write_text(canonical_json(said) + "\n")
         # The engine reads its options from standard input, which `spawn` leaves empty.
         redirect = ("/bin/sh", "-c", 'exec "$@" <"$0"', str(options))
-        self._child = spawn([*redirect, *self._command, "--address", address], name="the engine")
+        command = [*redirect, *self._command, "--address", address]
+        self._child = spawn(command, name="the engine", pass_fds=(flight,))
+        self._overseer.close_descriptor()
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._on_exit)
         self._watching = True
 
@@ -343,10 +385,55 @@ class ProcessClient(_DemuxClient):
         # Its last words (Failed, last outputs) may still be in the socket.
         await asyncio.sleep(_DRAIN_AFTER_DEATH_S)
         if self._child is not None:
-            self._die(self._child.describe_exit())
+            hung = self._overseer.hung
+            self._die(self._child.describe_exit() + (f"; it hung in {hung}" if hung else ""))
+
+    async def _oversee(self) -> None:
+        """Look for a step that hangs; one that has for twice the time ends the engine."""
+        while self._dead is None:
+            await asyncio.sleep(self._overseer.look_every_s)
+            hung = self._overseer.hung
+            over = self._overseer.look()
+            if self._overseer.hung and not hung:
+                self._dump("hang")
+            if over and self._child is not None:
+                _log.error("the engine is killed: its step did not come to an end")
+                self._child.signal(signal.SIGQUIT)
+                return
+
+    def _on_fault(self, fault: Fault) -> None:
+        super()._on_fault(fault)
+        self._dump(fault.kind)
+
+    def _dump(self, reason: str) -> None:
+        info = self._info
+        self._overseer.save(
+            reason,
+            {
+                "cause": self.cause or self.hung,
+                "phase": self.phase,
+                "start_phases": [(p.phase, p.seconds) for p in self.progress],
+                "plan": {} if info is None else info.plan,
+                "stats": msgspec.to_builtins(self._stats),
+            },
+        )
+
+    def flight(self) -> dict[str, Any]:
+        return self._overseer.flight()
+
+    @property
+    def hung(self) -> str:
+        return self._overseer.hung
+
+    def _die(self, detail: str) -> None:
+        alive = self._dead is None
+        super()._die(detail)
+        if alive and not self._closing and self._child is not None:
+            self._dump("engine_dead")
 
     async def close(self, *, drain: bool = True, grace_s: float = 30.0) -> None:
         """Stop the engine: politely, then SIGTERM, then SIGKILL. Removes the private folder."""
+        self._closing = True
         if not drain:
             self._die("the server stops")  # open streams learn it now, not after the grace period
         if self._child is not None:
@@ -365,128 +452,5 @@ class ProcessClient(_DemuxClient):
             self._socket = None
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+        self._overseer.close_descriptor()
         self._die("it was closed")
-
-
-class EngineLike(Protocol):
-    """What `InprocClient` needs of ``metainfer.engine.engine.Engine``."""
-
-    def start(self) -> EngineInfo: ...
-
-    def submit(self, request: Request) -> None: ...
-
-    def cancel(self, request_ids: Sequence[str]) -> Sequence[RequestOutput]: ...
-
-    def step(self) -> tuple[Sequence[RequestOutput], EngineStats]: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class InprocClient(_DemuxClient):
-    """The engine on a thread of this process: no isolation, one debugger for everything.
-
-    `build` makes the engine on that thread; it gets the progress callback.
-    """
-
-    def __init__(
-        self, build: Callable[[OnProgress], EngineLike], on_progress: OnProgress | None = None
-    ) -> None:
-        super().__init__(on_progress)
-        self._build = build
-        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def start(self) -> EngineInfo:
-        """Build and start the engine on its thread.
-
-        Raises:
-            UserError: the engine refused to start.
-        """
-        self._loop = asyncio.get_running_loop()
-        self._ready = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-        return await self._ready
-
-    def _send(self, message: ToEngine) -> None:
-        self._inbox.put(message)
-
-    def _post(self, handler: Callable[..., None], *args: object) -> None:
-        assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(handler, *args)
-
-    def _run(self) -> None:
-        engine = None
-        try:
-            engine = self._build(lambda progress: self._post(self._receive, progress))
-            self._post(self._receive, Ready(engine.start()))
-            self._serve(engine)
-            self._post(self._die, "it was closed")
-        except UserError as error:
-            failed = Failed(
-                error.cause, error.remedy, error.code, error.exit_code, dict(error.to_json())
-            )
-            self._post(self._receive, failed)
-        except Exception as error:  # noqa: BLE001 - the thread's last stop: streams must learn of it
-            self._post(self._die, f"{type(error).__name__}: {error}")
-        finally:
-            if engine is not None:
-                engine.close()
-
-    def _serve(self, engine: EngineLike) -> None:
-        stopping = False
-        while True:
-            while not engine.has_work or not self._inbox.empty():
-                if stopping and not engine.has_work:
-                    return
-                message = self._inbox.get()
-                if isinstance(message, Submit):
-                    self._admit(engine, message)
-                elif isinstance(message, Cancel):
-                    ended = tuple(engine.cancel(message.request_ids))
-                    self._post(self._receive, Outputs(ended, self._stats))
-                elif message.drain:
-                    stopping = True
-                else:
-                    return
-            self._post(self._receive, Outputs(*map(_frozen, engine.step())))
-
-    def _admit(self, engine: EngineLike, message: Submit) -> None:
-        for request in message.requests:
-            try:
-                engine.submit(request)
-            except RequestError as error:
-                self._post(self._receive, rejected(request.request_id, error))
-
-    async def close(self, *, drain: bool = True, grace_s: float = 30.0) -> None:
-        """Stop the thread after the running requests, at most `grace_s` seconds."""
-        if self._thread is None:
-            return
-        self._send(Stop(drain=drain))
-        await asyncio.to_thread(self._thread.join, max(grace_s, 1.0))
-        if self._thread.is_alive():
-            self._send(Stop(drain=False))
-        self._die("it was closed")
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def rejected(request_id: str, error: RequestError) -> Rejected:
-    """The message that carries `error` to the other side."""
-    return Rejected(
-        request_id,
-        error.status,
-        error.cause,
-        error.remedy,
-        error.code,
-        error.param,
-        error.error_type,
-        error.retry_after_s,
-    )

@@ -8,10 +8,14 @@ The first line of standard input holds the options as JSON. Messages in and out 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import mmap
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,19 +28,21 @@ from metainfer.engine.protocol import (
     Cancel,
     Failed,
     FromEngine,
+    Guards,
     Outputs,
-    Progress,
     Ready,
-    Rejected,
     Submit,
     ToEngine,
+    rejected,
 )
+from metainfer.engine.recorder import SIZE, FlightRecorder
 
 
 class EngineProcess:
     """The loop between a socket and an `Engine`."""
 
-    def __init__(self, socket: Any) -> None:
+    def __init__(self, socket: Any, make: Callable[..., Any] | None = None) -> None:
+        self._make = make
         self._socket = socket
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
@@ -45,11 +51,17 @@ class EngineProcess:
     def send(self, message: FromEngine) -> None:
         self._socket.send(self._encode(message))
 
-    def run(self, intent: Intent) -> int:
+    def run(self, options: Options) -> int:
         """Start the engine and serve until told to stop; returns the exit code."""
         from metainfer.engine.engine import Engine
 
-        engine = Engine(intent, on_progress=self._progress)
+        engine = (self._make or Engine)(
+            options.intent,
+            on_progress=self.send,
+            guards=options.guards,
+            recorder=FlightRecorder(options.block()),
+            on_fault=self.send,
+        )
         try:
             info = engine.start()
         except UserError as error:
@@ -62,9 +74,6 @@ class EngineProcess:
         finally:
             engine.close()
         return 0
-
-    def _progress(self, progress: Progress) -> None:
-        self.send(progress)
 
     def _serve(self, engine: Any) -> None:
         """Take in messages between steps; wait for one when there is nothing to compute."""
@@ -94,50 +103,61 @@ class EngineProcess:
         try:
             engine.submit(request)
         except RequestError as error:
-            self.send(
-                Rejected(
-                    request.request_id,
-                    error.status,
-                    error.cause,
-                    error.remedy,
-                    error.code,
-                    error.param,
-                    error.error_type,
-                    error.retry_after_s,
-                )
-            )
+            self.send(rejected(request.request_id, error))
 
 
-def read_intent(line: str) -> Intent:
-    """The intent out of the options line."""
-    fields = dict(json.loads(line)["intent"])
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the parent says on standard input. `flight`: descriptor of the recorder's block."""
+
+    intent: Intent
+    guards: Guards
+    flight: int
+
+    def block(self) -> memoryview | None:
+        """The recorder's block; None where the parent gave none."""
+        if self.flight < 0:
+            return None
+        return memoryview(mmap.mmap(self.flight, SIZE))
+
+
+def read_options(line: str) -> Options:
+    """The options out of their line."""
+    said = json.loads(line)
+    guards = msgspec.convert(said.get("guards", {}), Guards)
+    return Options(_intent(said["intent"]), guards, said.get("flight", -1))
+
+
+def _intent(said: dict[str, Any]) -> Intent:
+    fields = dict(said)
     fields["origins"] = {name: Origin(origin) for name, origin in fields["origins"].items()}
     fields["allow_fallback"] = tuple(fields["allow_fallback"])
     return Intent(**fields)
 
 
-def main() -> int:
-    """Entry point of the child."""
+def main(make: Callable[..., Any] | None = None) -> int:
+    """Entry point of the child. `make` builds another engine than `Engine`, for tests."""
     import zmq
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    intent = read_intent(sys.stdin.readline())
+    options = read_options(sys.stdin.readline())
+    faulthandler.enable()  # a crash in C shows where
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 2000)
     socket.connect(arguments.address)
-    process = EngineProcess(socket)
+    process = EngineProcess(socket, make)
     try:
-        return process.run(intent)
+        return process.run(options)
     except Exception as error:  # noqa: BLE001 - the last stop: the server must learn of it
-        traceback.print_exc()
         process.send(
             Failed(f"{type(error).__name__}: {error}", "This is a bug; report it.", "engine_bug")
         )
+        traceback.print_exc()  # last: standard error may be a pipe that nobody reads any more
         return 1
     finally:
         socket.close()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from metainfer.core.errors import RequestError
 from metainfer.core.request import Request
 from metainfer.core.step import RequestOutput
 from metainfer.executor.protocol import NanGuard
@@ -141,6 +142,20 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 FromEngine = Progress | Ready | Outputs | Rejected | Fault | Failed
 
 
+def rejected(request_id: str, error: RequestError) -> Rejected:
+    """The message that carries `error` to the other side."""
+    return Rejected(
+        request_id,
+        error.status,
+        error.cause,
+        error.remedy,
+        error.code,
+        error.param,
+        error.error_type,
+        error.retry_after_s,
+    )
+
+
 class EngineClient(Protocol):
     """What server, `generate`, `chat` and `bench` talk to; in-process and two-process alike."""
 
@@ -162,6 +177,10 @@ class EngineClient(Protocol):
         ...
 
     async def cancel(self, request_ids: Sequence[str]) -> None: ...
+
+    def abort(self, request_ids: Sequence[str], error: RequestError) -> None:
+        """End requests in the engine; their streams raise `error` after what they hold already."""
+        ...
 
     @property
     def stats(self) -> EngineStats: ...

@@ -22,9 +22,7 @@ EVENTS = 50
 MOST_RUNS = 64
 """Runs of a segment that are listed; of the others only the number is kept."""
 
-_HEAD = struct.Struct(
-    "<8sQQQqd?"
-)  # magic, begun, ended, events, step, since, busy
+_HEAD = struct.Struct("<8sQQQqd?")  # magic, begun, ended, events, step, since, busy
 _MAGIC = b"MIflight"
 _LENGTHS = struct.Struct("<II")
 _HEAD_BYTES = 64

@@ -20,7 +20,8 @@ from metainfer.core.intent import Intent
 from metainfer.core.request import FinishReason, Request, SamplingParams
 from metainfer.core.step import RequestOutput
 from metainfer.core.verdict import Reason
-from metainfer.engine.client import InprocClient, ProcessClient
+from metainfer.engine.client import ProcessClient
+from metainfer.engine.inproc import InprocClient
 from metainfer.engine.protocol import EngineClient, EngineInfo, EngineStats, Progress
 
 FAKE = str(Path(__file__).with_name("fake_engine.py"))
