@@ -47,9 +47,9 @@ def plan(
     intent = engine.intent(model)
     if machine is not None:
         there = describe(machine, intent)
-        document = plan_document(there.resolve(open_model(model), intent))
+        document = plan_document(there.resolve(open_model(model, adapters=intent.adapters), intent))
         return Result(document, plan_text(document))
-    opened, here = open_model(model), open_machine(intent.platform)
+    opened, here = open_model(model, adapters=intent.adapters), open_machine(intent.platform)
     here.recall(here.resolve(opened, intent).plan.model.dtype)
     document = plan_document(here.resolve(opened, intent))
     return Result(document, plan_text(document))

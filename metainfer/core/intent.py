@@ -32,6 +32,7 @@ DECISIONS: Mapping[str, str] = {
     "layouts": "bundle",
     "parallel": "layouts",
     "allow_fallback": "ops",
+    "adapters": "adapters",
 }
 """Field of an intent -> the decision of the plan that it bears on (``ops``: all of ``ops.*``)."""
 
@@ -47,10 +48,10 @@ class Intent:
     `chunk_tokens`: most tokens in a step. `threads`: CPU threads. `ops`: op or site ->
     implementation. `layouts`: role -> layout id. `allow_fallback`: ops that may take a reference
     path. `parallel`: how cards share the model (``single``, ``tp8``, ``ep8`` ...), by name.
-    `adapters`: name -> folder of a LoRA adapter. `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
-    ``mtp:N``. `model_options`: switches of the model's family, where its published code and its
-    deployments differ. `said`: field -> where its value came from, in words, where it was not
-    simply a flag.
+    `adapters`: name -> folder of a LoRA adapter. `prefix_cache`: reuse of cached prefixes. `draft`:
+    speculation, ``off``, ``ngram:N`` or ``mtp:N``. `model_options`: switches of the model's
+    family, where its published code and its deployments differ. `said`: field -> where its value
+    came from, in words, where it was not simply a flag.
     """
 
     model: str

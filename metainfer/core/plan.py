@@ -86,6 +86,15 @@ class DraftPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPlan:
+    """A LoRA adapter beside the weights. `digest`: of its content; `rank`: the largest of its."""
+
+    name: str
+    digest: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpPlan:
     """The implementation at one site in one phase."""
 
@@ -97,7 +106,8 @@ class OpPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One engine, decided. `phase_layout`: phase class -> layout name. `ops`: ``site@phase``.
-    `graph_buckets`: token counts at which decode is captured; empty: it runs op by op."""
+    `graph_buckets`: token counts at which decode is captured; empty: it runs op by op. `adapters`:
+    in the order of their places."""
 
     model: ModelPlan
     platform: str
@@ -117,6 +127,7 @@ class Plan:
     draft: DraftPlan
     ledger: tuple[LedgerRow, ...]
     decisions: tuple[Decision, ...]
+    adapters: tuple[AdapterPlan, ...] = ()
 
     @property
     def fingerprint(self) -> str:

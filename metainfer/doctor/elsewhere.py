@@ -108,7 +108,7 @@ def _kernels(
     from metainfer.engine.elsewhere import NOT_TRIED, evidence_counts
     from metainfer.planner.opening import open_model
 
-    model = open_model(intent.model)
+    model = open_model(intent.model, adapters=intent.adapters)
     found: list[Finding] = []
     try:
         resolved = there.resolve(model, intent)

@@ -133,7 +133,7 @@ def _resolved(intent: Intent) -> Resolved | RefusedError:
     from metainfer.engine.machine import open_machine
     from metainfer.planner.opening import open_model
 
-    model, here = open_model(intent.model), open_machine(intent.platform)
+    model, here = open_model(intent.model, adapters=intent.adapters), open_machine(intent.platform)
     try:
         here.recall(here.resolve(model, intent).plan.model.dtype)
         return here.resolve(model, intent)

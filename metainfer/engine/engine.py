@@ -187,6 +187,7 @@ class Engine:
             max_drafts=plan.draft.depth,
             model_drafts=plan.draft.method == MODEL,
             layouts={Phase(phase): layout for phase, layout in plan.phase_layout.items()},
+            adapters={adapter.name: adapter.digest for adapter in plan.adapters},
         )
         source = NgramDrafts() if plan.draft.method == NGRAM else None
         return Scheduler(config, managers, drafts=source)

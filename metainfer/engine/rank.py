@@ -35,7 +35,7 @@ class Rank:
 
     def __init__(self, facts: RankFacts) -> None:
         intent = msgspec.convert(facts.facts["intent"], Intent)
-        self._model = open_model(intent.model)
+        self._model = open_model(intent.model, adapters=intent.adapters)
         machine = open_machine(intent.platform)
         machine.recall(machine.resolve(self._model, intent).plan.model.dtype)
         resolved = machine.resolve_proven(self._model, intent, lambda case: None)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from metainfer.comm.peers import SINGLE, Place, Ranks
+from metainfer.executor.adapters import load_adapters
 from metainfer.executor.loading import WHOLE, Progress, TensorSource, load_weights, part_of
 from metainfer.executor.local import LocalExecutor, LocalParts
 from metainfer.kernels.impl import resolve_attribute
@@ -71,8 +72,12 @@ def assemble(
         device=device,
         ranks=ranks,
     )
+    adapters = load_adapters(arch.adapters, dtype=dtype, device=device) if arch.adapters else {}
+    if adapters:
+        model.use_adapters(adapters)
     phase("cache")
     store = KVStore(resolved.sizes, device)
+    beside = sum(pairs.nbytes for pairs in adapters.values())
     ops = OpTable(resolved.selection, trace)
     drafter: Any = None
     if plan.draft.method == MODEL:
@@ -90,9 +95,10 @@ def assemble(
             step_tokens=plan.limits.step_tokens,
             max_context=plan.limits.max_context,
             vocab=arch.vocab_size,
-            weight_bytes=weights.nbytes + model.table_bytes,
+            weight_bytes=weights.nbytes + model.table_bytes + beside,
             graph_buckets=plan.graph_buckets,
             drafts=plan.draft.depth,
             model_drafts=drafter,
+            adapters=arch.adapters.count if arch.adapters else 0,
         )
     )

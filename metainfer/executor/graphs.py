@@ -2,7 +2,8 @@
 
 A bucket's buffers are padded: padding rows hold id 0, position 0 and slot -1, so they write
 nothing; each is a sequence of one token on page 0, which no request ever owns. A replay copies the
-step's inputs in and launches once; eager decode pays hundreds of launches per step.
+step's inputs in and launches once; eager decode pays hundreds of launches per step. A model with
+adapters has each row's place among the buffers (-1: none), so a bucket serves any mix.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
-from metainfer.core.step import Phase
+from metainfer.core.step import NO_ADAPTER, Phase
 from metainfer.executor.inputs import HostInputs
 from metainfer.executor.transfer import staged, to_device
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.models.common.inputs import GroupInputs, SegmentInputs
+from metainfer.ops.lora.rows import AdapterRows
 
 if TYPE_CHECKING:
     from metainfer.executor.local import LocalParts
@@ -91,7 +94,14 @@ class DecodeGraphs:
             torch.ones(bucket, dtype=torch.int32, device=device),
             groups,
             None,
+            self._adapters(bucket),
         )
+
+    def _adapters(self, bucket: int) -> AdapterRows | None:
+        if not self._parts.adapters:
+            return None
+        none = torch.full((bucket,), NO_ADAPTER, dtype=torch.int64, device=self._parts.device)
+        return AdapterRows(none)
 
     def _group(self, group: GroupSpec, bucket: int) -> GroupInputs:
         device, state = self._parts.device, group.kind is GroupKind.STATE
@@ -108,6 +118,9 @@ def _fill(inputs: SegmentInputs, host: HostInputs) -> None:
     _copy(inputs.ids, host.ids, 0)
     _copy(inputs.positions, host.positions, 0)
     _copy(inputs.context_lens, host.context_lens, 1)
+    if inputs.adapters is not None:
+        places = np.zeros(0, np.int64) if host.adapters is None else host.adapters
+        _copy(inputs.adapters.index, places, NO_ADAPTER)
     listed = zip(inputs.groups, host.page_tables, host.slots, host.pads, strict=True)
     for buffers, table, slots, pad in listed:
         _copy(buffers.slots, slots, pad)

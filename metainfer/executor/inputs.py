@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from metainfer.core.step import PENDING, RankTokens, TokenRun
+from metainfer.core.step import NO_ADAPTER, PENDING, RankTokens, TokenRun
 from metainfer.executor.slots import SlotTable
 from metainfer.executor.speculative import drafts_of
 from metainfer.executor.transfer import to_device
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.models.common.inputs import GroupInputs, SegmentInputs
+from metainfer.ops.lora.rows import AdapterRows, groups_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -26,6 +27,7 @@ class HostInputs:
 
     Padding tokens have id 0, position 0 and slot -1, and belong to no sequence. `pads`: what a
     missing token or sequence has in each of `slots` (the spare line of a slot state, else -1).
+    `adapters`: the place of each token's adapter, None where no run has one.
     """
 
     ids: Ints
@@ -36,6 +38,7 @@ class HostInputs:
     slots: list[Ints]
     pads: list[int]
     logit_rows: Ints
+    adapters: Ints | None = None
 
     def to(self, device: torch.device) -> SegmentInputs:
         """Copy to `device`; on CPU the arrays are shared, not copied."""
@@ -54,6 +57,7 @@ class HostInputs:
             move(self.context_lens),
             groups,
             None if self.every_row else move(self.logit_rows),
+            None if self.adapters is None else _adapter_rows(self.adapters, move),
         )
 
     @property
@@ -102,7 +106,27 @@ def build(rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec]) -> Ho
         slots,
         pads,
         _logit_rows(runs, query_start),
+        _adapters(runs, table, lengths, total),
     )
+
+
+def _adapters(runs: Sequence[TokenRun], table: SlotTable, lengths: Ints, total: int) -> Ints | None:
+    """The place of each token's adapter; padding has none."""
+    places = [table.states[run.slot].adapter for run in runs]
+    if all(place == NO_ADAPTER for place in places):
+        return None
+    found = np.full(total, NO_ADAPTER, np.int64)
+    found[: int(lengths.sum())] = np.repeat(places, lengths)
+    return found
+
+
+def _adapter_rows(places: Ints, move: Callable[[Ints], torch.Tensor]) -> AdapterRows:
+    """The same on the device, sorted by adapter while the host knows them."""
+    groups = groups_of(torch.from_numpy(places))
+    moved = tuple(
+        (place, rows if isinstance(rows, slice) else move(rows.numpy())) for place, rows in groups
+    )
+    return AdapterRows(move(places), moved)
 
 
 def _entries(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from metainfer.core.errors import InternalError
 from metainfer.core.request import GrammarSpec, SamplingParams
-from metainfer.core.step import NewRequest, StepPlan
+from metainfer.core.step import NO_ADAPTER, NewRequest, StepPlan
 from metainfer.executor.speculative import Grammar
 from metainfer.kv.book.spec import GroupSpec
 
@@ -26,7 +26,7 @@ OpenGrammar = Callable[[GrammarSpec, Sequence[int]], Grammar]
 class SlotState:
     """One running request. `tokens` = prompt and everything sampled; `sampled` counts draws over
     the request's whole life, preemptions included. `proposals`: what a model that drafts made of
-    the latest run; `grammar` narrows what may be drawn."""
+    the latest run; `grammar` narrows what may be drawn; `adapter`: its place, for life."""
 
     request_id: str
     params: SamplingParams
@@ -37,6 +37,7 @@ class SlotState:
     vocab: int
     proposals: list[int] = field(default_factory=list)
     grammar: Grammar | None = None
+    adapter: int = NO_ADAPTER
 
 
 class SlotTable:
@@ -85,6 +86,7 @@ class SlotTable:
             new.eos_token_ids,
             self._vocab,
             grammar=grammar,
+            adapter=new.adapter,
         )
         for table in self.page_tables:
             table[new.slot] = -1

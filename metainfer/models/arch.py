@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from metainfer.core.errors import UsageError
 from metainfer.core.plan import LayoutPlan
@@ -17,6 +17,11 @@ from metainfer.core.step import Phase
 from metainfer.core.verdict import Verdict
 from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.spec import CacheSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from metainfer.models.common.adapters import AdapterSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,20 @@ class Arch(Protocol):
 
     def with_draft(self) -> Arch:
         """The same model with the draft layer of its checkpoint loaded beside it."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterSet | None:
+        """The low-rank adapters that stand beside its matrices."""
+        ...
+
+    def with_adapters(self, folders: Mapping[str, Path]) -> Arch:
+        """The same model with the adapters in `folders` (name -> folder) beside its matrices.
+
+        Raises:
+            RefusedError: the family takes none.
+            ModelError: one cannot be read; `CheckpointError` with every fault if it does not fit.
+        """
         ...
 
     @property

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from metainfer.core.errors import UsageError
 from metainfer.formats.checks import StoredWeight, examine, read_config
 from metainfer.formats.completeness import Names, Wanted, logical_shapes, objections, refusal
 from metainfer.formats.drawn import Drawn
@@ -36,13 +39,31 @@ class OpenedModel:
     draws: Mapping[str, Drawn] = field(default_factory=dict)
 
 
-def open_model(reference: str, *, fetch: bool = True) -> OpenedModel:
+def open_model(
+    reference: str, *, adapters: Mapping[str, str] | None = None, fetch: bool = True
+) -> OpenedModel:
     """Resolve a reference, read its config and headers, check that the tensors are all there.
+
+    `adapters`: name -> folder of those that stand beside its weights.
 
     Raises:
         ModelError, UsageError: with cause and remedy.
-        CheckpointError: the tensors do not fit the config; has every fault.
+        CheckpointError: the tensors of the model or of an adapter do not fit; has every fault.
+        RefusedError: the model's family takes no adapters.
     """
+    model = _open(reference, fetch)
+    if not adapters:
+        return model
+    if reference in adapters:
+        raise UsageError(
+            f"an adapter has the model's own name {reference!r}.", "Give it another name."
+        )
+    folders = {name: Path(os.path.expanduser(folder)) for name, folder in adapters.items()}
+    arch = model.arch.with_adapters(folders)
+    return replace(model, arch=arch, facts=replace(model.facts, arch=arch))
+
+
+def _open(reference: str, fetch: bool) -> OpenedModel:
     source = resolve(reference, fetch=fetch)
     if (drawn := source.random) is not None:
         config = random_config(drawn.family, drawn.params)

@@ -16,6 +16,7 @@ from metainfer.kernels.impl import Layout
 from metainfer.kv.book.spec import CacheSpec, GroupSpec, form_groups
 from metainfer.models.arch import Arch
 from metainfer.planner import drafts
+from metainfer.planner.adapters import adapter_rows
 from metainfer.planner.fitting import DOES_NOT_FIT
 from metainfer.planner.limits import (
     CacheAsk,
@@ -133,6 +134,7 @@ class Cards:
         rank = self._rank(layout)
         tables = rank.table_bytes(self.limits.max_context)
         weights.append(LedgerRow(item="rotary tables", kind="weights", bytes=tables))
+        weights += adapter_rows(rank.adapters, DTYPE_BYTES[self.dtype])
         _, groups = self._groups(layout, packings)
         drafts.check_rewind(self.draft, groups)
         beside = (self._activations(layout, rank), *self._slabs(layout))

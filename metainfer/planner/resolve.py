@@ -20,7 +20,7 @@ from metainfer.kernels.select import Policy, Selection, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
-from metainfer.planner import drafts
+from metainfer.planner import adapters, drafts
 from metainfer.planner.graphs import decode_graphs
 from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.search import Candidate, search, unbuilt
@@ -281,6 +281,7 @@ class _Resolver:
         self.ledger.record("device", facts.device.name, source, "the platform's device")
         what = "fingerprint of devices and software" if probed else "the machine file"
         self.ledger.record("machine", machine, source, what)
+        adapters.record(self.ledger, self.arch.adapters, intent.origin("adapters"))
         self.record_threads(source)
 
     def plan(self, cards: Cards, held: Held, selection: Selection, machine: str) -> Plan:
@@ -321,6 +322,7 @@ class _Resolver:
             draft=draft,
             ledger=held.ledger(),
             decisions=self.decisions(),
+            adapters=adapters.adapter_plans(self.arch.adapters),
         )
 
     def decisions(self) -> tuple[Decision, ...]:

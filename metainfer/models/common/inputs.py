@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from metainfer.ops.lora.rows import AdapterRows
+
 
 @dataclass(slots=True)
 class GroupInputs:
@@ -37,3 +39,4 @@ class SegmentInputs:
     context_lens: torch.Tensor  # [S] int32, cached tokens including this segment's
     groups: tuple[GroupInputs, ...]
     logit_rows: torch.Tensor | None  # [R] int64; None = every row
+    adapters: AdapterRows | None = None  # None: no row has one

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
-from metainfer.core.errors import UsageError
+from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
-from metainfer.core.verdict import Verdict
+from metainfer.core.verdict import Reason, Verdict
 from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.spec import CacheSpec
 from metainfer.models.arch import Cut, WeightSpec, unknown_options
@@ -127,6 +128,23 @@ class DeepSeekV4Arch:
     def with_draft(self) -> DeepSeekV4Arch:
         """The same model with its draft layer, which keeps a window of its own."""
         return replace(self, mtp=True)
+
+    @property
+    def adapters(self) -> None:
+        """None: see `with_adapters`."""
+        return None
+
+    def with_adapters(self, folders: Mapping[str, Path]) -> DeepSeekV4Arch:
+        """Refused: no op adds a pair to routed experts or to the latent projections."""
+        raise RefusedError(
+            f"{FAMILY} models take no adapters: {', '.join(folders)}.",
+            "Serve it without --adapter; dense models take them.",
+            reasons=(
+                Reason("adapters", "nothing adds a low-rank pair to experts chosen per token"),
+                Reason("adapters", "nothing adds one to latent and grouped projections"),
+            ),
+            code="adapters_refused",
+        )
 
     @property
     def page_unit(self) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from metainfer.core.errors import ModelError
 from metainfer.core.plan import LayoutPlan
@@ -19,6 +20,7 @@ from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.form import plain
 from metainfer.kv.book.spec import CacheSpec, GroupKind
 from metainfer.models.arch import Cut, WeightSpec, unknown_options
+from metainfer.models.common.adapters import AdapterSet, read_adapters
 from metainfer.models.common.config import ConfigReader, token_ids
 from metainfer.models.common.rope import read_rope
 from metainfer.models.dense import cost, placement
@@ -58,6 +60,7 @@ class DenseArch:
     qk_norm: bool
     eos_token_ids: tuple[int, ...] = ()
     ranks: int = 1
+    adapters: AdapterSet | None = None
 
     @property
     def scale(self) -> float:
@@ -78,6 +81,9 @@ class DenseArch:
     def with_draft(self) -> DenseArch:
         """No dense family brings a draft layer; the planner refuses the wish before it asks."""
         return self
+
+    def with_adapters(self, folders: Mapping[str, Path]) -> DenseArch:
+        return replace(self, adapters=read_adapters(self.packed_weights(), folders))
 
     @property
     def page_unit(self) -> int:
@@ -206,6 +212,8 @@ class DenseArch:
             bias = ("bias",) if spec.bias else ()
             count = layers if spec.layer >= 0 else 1
             found.append(ask("linear", shape, count, *bias, site=spec.site))
+        if self.adapters is not None:
+            found += self.adapters.requests(phase, rows, logit_rows, dtype)
         return tuple(found)
 
     def _rope_needs(self) -> list[str]:
@@ -239,9 +247,12 @@ class DenseArch:
         return positions * self.rope.rotated * 4
 
     def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:
-        """Residual, normed input, the widest pair of intermediates, and float32 logits twice."""
+        """Residual, normed input, the widest pair of intermediates, float32 logits twice, and what
+        adapters compute with."""
         widest = max(3 * self.ffn, sum(self.qkv_rows) + self.heads * self.head_dim)
-        return rows * (3 * self.hidden + widest) * dtype_bytes + logit_rows * self.vocab_size * 8
+        low = self.adapters.transient_bytes(rows, dtype_bytes) if self.adapters else 0
+        held = rows * (3 * self.hidden + widest) * dtype_bytes
+        return held + logit_rows * self.vocab_size * 8 + low
 
 
 def read_arch(config: Mapping[str, object], where: str = "config.json") -> DenseArch:

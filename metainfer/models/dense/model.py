@@ -9,7 +9,7 @@ are those of one rank, and `o` and `down` give parts of a sum.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +20,15 @@ from metainfer.kernels.table import PhaseOps
 from metainfer.kv.store.pools import PagedLayerCache
 from metainfer.models.common.ends import Ends
 from metainfer.models.common.inputs import SegmentInputs
+from metainfer.models.common.lowrank import LowRankPairs, adapt
 from metainfer.models.dense.arch import DenseArch
 from metainfer.ops.linear.packed import PackedWeight
 
 
 @dataclass(slots=True)
 class DenseLayer:
-    """One decoder layer's weights. `q_norm`/`k_norm` [D] where the family has them."""
+    """One decoder layer's weights. `q_norm`/`k_norm` [D] where the family has them. `pairs`: the
+    adapters beside each of its matrices that any adapter has (``qkv`` ...)."""
 
     attn_norm: torch.Tensor  # [H]
     qkv: PackedWeight  # [(Hq + 2 Hkv) D, H]
@@ -37,6 +39,7 @@ class DenseLayer:
     gate_up: PackedWeight  # [2 F, H]
     down: PackedWeight  # [H, F]
     window: int
+    pairs: dict[str, LowRankPairs] = field(default_factory=dict)
 
 
 class DenseModel:
@@ -70,6 +73,12 @@ class DenseModel:
             for i in range(arch.layers)
         ]
 
+    def use_adapters(self, pairs: Mapping[str, LowRankPairs]) -> None:
+        """From now on rows may have adapters; `pairs` by `WeightSpec.name`."""
+        for weight, each in pairs.items():
+            _, layer, matrix = weight.split(".")
+            self.layers[int(layer)].pairs[matrix] = each
+
     @property
     def table_bytes(self) -> int:
         """Bytes of the position tables held beside the weights."""
@@ -94,7 +103,7 @@ class DenseModel:
             layer = self.layers[index]
             y = self._attention(x, layer, caches[index]["kv"], inputs, ops)
             x, residual = ops.add_rmsnorm(y, residual, layer.mlp_norm, eps)
-            y = self.peers.sum(ops.linear(ops.swiglu(ops.linear(x, layer.gate_up)), layer.down))
+            y = self.peers.sum(_mlp(x, layer, inputs, ops))
             x, residual = ops.add_rmsnorm(y, residual, self._norm_of(index + 1), eps)
         return x
 
@@ -113,6 +122,7 @@ class DenseModel:
     ) -> torch.Tensor:
         arch, tokens = self.arch, x.shape[0]
         qkv = ops.linear(x, layer.qkv)  # [T, (Hq + 2 Hkv) D]
+        qkv = adapt(qkv, x, layer.pairs.get("qkv"), inputs, ops)
         q, k, v = qkv.split(arch.qkv_rows, dim=-1)
         # Slices of one tensor: the ops take any stride over tokens.
         q = q.view(tokens, arch.heads, arch.head_dim)
@@ -134,11 +144,19 @@ class DenseModel:
             scale=arch.scale,
             window=layer.window,
         )  # [T, Hq, D]
-        y: torch.Tensor = ops.linear(out.view(tokens, arch.heads * arch.head_dim), layer.o)
+        out = out.view(tokens, arch.heads * arch.head_dim)
+        y = adapt(ops.linear(out, layer.o), out, layer.pairs.get("o"), inputs, ops)
         return self.peers.sum(y)
 
     def _norm_of(self, index: int) -> torch.Tensor:
         return self.layers[index].attn_norm if index < len(self.layers) else self.norm
+
+
+def _mlp(x: torch.Tensor, layer: DenseLayer, inputs: SegmentInputs, ops: PhaseOps) -> torch.Tensor:
+    """The gated feed-forward of normed rows x [T, H]; one rank's part of the sum."""
+    y = ops.linear(x, layer.gate_up)  # [T, 2 F]
+    middle = ops.swiglu(adapt(y, x, layer.pairs.get("gate_up"), inputs, ops))  # [T, F]
+    return adapt(ops.linear(middle, layer.down), middle, layer.pairs.get("down"), inputs, ops)
 
 
 def _per_head_norm(

@@ -54,6 +54,12 @@ def objections(
             "experts",
             f"{layout.expert} expert ranks asked, a dense model has no experts",
         ),
+        require(
+            arch.adapters is None or layout.ranks == 1,
+            "adapters",
+            f"adapters run on one rank, this layout has {layout.ranks}",
+            ranks=layout.ranks,
+        ),
     ]
     for site, extent, axis in (
         ("linear.qkv", queries, 0),

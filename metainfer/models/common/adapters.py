@@ -1,0 +1,141 @@
+"""Which adapters stand beside which matrices, and what that takes. No torch.
+
+Storage is the same for all: per packed matrix the pairs of every adapter, padded with zeros to the
+largest rank and to every part that any of them has (ADR 0018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from metainfer.core.step import Phase
+from metainfer.formats.adapters import Adapter, read_adapter
+from metainfer.kernels.impl import OpRequest
+from metainfer.models.arch import WeightSpec
+
+LINEAR = "linear."
+NO_PAIR = {
+    "embed": "adapters of token embeddings are not served",
+    "linear.lm_head": "adapters of the output head are not served",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSite:
+    """The pairs beside one packed matrix (`weight`, a `WeightSpec.name`), at the op site `site`.
+
+    `modules`: names of its parts that some adapter has, each with its (start, width) in `spans`.
+    `inner`: the matrix's K. `rank`: the largest.
+    """
+
+    weight: str
+    site: str
+    modules: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...]
+    inner: int
+    rank: int
+
+    @property
+    def width(self) -> int:
+        return sum(width for _, width in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSet:
+    """The adapters of a model in the order of their places, and the sites that they need."""
+
+    adapters: tuple[Adapter, ...]
+    sites: tuple[AdapterSite, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.adapters)
+
+    @property
+    def rank(self) -> int:
+        return max(adapter.rank for adapter in self.adapters)
+
+    def held_bytes(self, width: int) -> int:
+        """Bytes of all pairs and scales; `width` of one element of the model's type."""
+        count, held = self.count, 0
+        for site in self.sites:
+            parts = len(site.modules)
+            held += count * site.rank * (parts * site.inner + site.width) * width
+            held += count * parts * scale_bytes(width)
+        return held
+
+    def transient_bytes(self, rows: int, width: int) -> int:
+        """Low-rank rows of all adapters at once: products, scaled, selected, in the type again."""
+        low = max(site.rank * len(site.modules) for site in self.sites) * self.count
+        return rows * low * (3 * scale_bytes(width) + 2 * width)
+
+    def requests(
+        self, phase: Phase, rows: int, sequences: int, dtype: str
+    ) -> tuple[OpRequest, ...]:
+        """One request per op site. `sequences`: of a typical step."""
+        by_site: dict[str, list[AdapterSite]] = {}
+        for each in self.sites:
+            by_site.setdefault(each.site, []).append(each)
+        return tuple(
+            OpRequest(
+                "lora",
+                site,
+                phase,
+                dtype,
+                {
+                    "rows": rows,
+                    "n": max(each.width for each in group),
+                    "k": group[0].inner,
+                    "parts": max(len(each.modules) for each in group),
+                    "adapters": self.count,
+                    "rank": max(each.rank for each in group),
+                    "seqs": sequences,
+                },
+                count=len(group),
+            )
+            for site, group in by_site.items()
+        )
+
+
+def scale_bytes(width: int) -> int:
+    """Bytes of a scale, or of a sum: float64 in float64, else float32."""
+    return max(width, 4)
+
+
+def read_adapters(specs: Sequence[WeightSpec], folders: Mapping[str, Path]) -> AdapterSet:
+    """The adapters in `folders` (name -> folder) for a model with the matrices `specs`.
+
+    Raises:
+        ModelError, CheckpointError: as `formats.adapters.read_adapter`.
+    """
+    targets: dict[str, tuple[int, int]] = {}
+    kept = {"lm_head": NO_PAIR["linear.lm_head"]}
+    for spec in specs:
+        for tensor, shape in zip(spec.tensors, spec.tensor_shapes(), strict=True):
+            module = tensor.removesuffix(".weight")
+            if spec.site in NO_PAIR:
+                kept.setdefault(module, NO_PAIR[spec.site])
+            else:
+                targets[module] = (shape[0], shape[1])
+    found = tuple(read_adapter(name, path, targets, kept) for name, path in folders.items())
+    sites = (_site(spec, found) for spec in specs if spec.site not in NO_PAIR)
+    return AdapterSet(found, tuple(site for site in sites if site is not None))
+
+
+def _site(spec: WeightSpec, adapters: Sequence[Adapter]) -> AdapterSite | None:
+    """What stands beside one matrix, or None where no adapter has anything."""
+    modules, spans, rank, start = [], [], 0, 0
+    for tensor, shape in zip(spec.tensors, spec.tensor_shapes(), strict=True):
+        module = tensor.removesuffix(".weight")
+        ranks = [each.modules[module].rank for each in adapters if module in each.modules]
+        if ranks:
+            modules.append(module)
+            spans.append((start, shape[0]))
+            rank = max(rank, *ranks)
+        start += shape[0]
+    if not modules:
+        return None
+    site = "lora." + spec.site.removeprefix(LINEAR)
+    return AdapterSite(spec.name, site, tuple(modules), tuple(spans), spec.shape[1], rank)
