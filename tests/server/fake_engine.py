@@ -5,7 +5,8 @@ prompt with letters that depend on the prompt, the seed and the position. Flags 
 refusing or mortal. Each command it gets is a line in ``--log``.
 
 With ``--script FILE`` (``{"vocab", "eos", "first_byte", "replies": {name: ids}}``) it plays a
-recorded answer for each prompt that holds ``play:NAME;``, and logs the prompts it is given. With
+recorded answer for each prompt that holds ``play:NAME;``, or the first of its ``cues``, and logs
+the prompts it is given. With
 ``--held TEXT`` it says so only as far as a request's grammar lets it (`held.py`).
 """
 
@@ -49,7 +50,8 @@ def play(request: Request, script: dict[str, Any]) -> Iterator[int | None]:
     """The recorded answer that the last message names."""
     base = script["first_byte"]
     text = bytes(token - base for token in request.prompt if base <= token < base + 256)
-    name = text.rpartition(b"play:")[2].split(b";")[0].decode()
+    cued = (name for cue, name in script.get("cues", {}).items() if cue.encode() in text)
+    name = next(cued, text.rpartition(b"play:")[2].split(b";")[0].decode())
     yield from script["replies"][name]
     while True:
         yield None
@@ -95,9 +97,9 @@ class Fake:
             self.vocab, self.eos = self.script["vocab"], self.script["eos"]
         self.held = None
         if options.held:
-            from held import held, library
+            from held import Held
 
-            self.held, self.library = held, library(options.held, self.vocab, self.eos)
+            self.held = Held(options.held, self.vocab, self.eos)
         self.log = open(options.log, "a", buffering=1) if options.log else None  # noqa: SIM115
 
     def note(self, text: str) -> None:
@@ -116,7 +118,7 @@ class Fake:
             self.note(f"prompt {json.dumps(request.prompt)}")
             tokens = play(request, self.script)
         if self.held is not None and request.params.grammar is not None:
-            tokens = self.held(tokens, self.library.open(request.params.grammar, ()), self.eos)
+            tokens = self.held.say(tokens, request.params.grammar)
         self.live[request.request_id] = (request, tokens, 0)
         self.prompted += len(request.prompt)
         return None

@@ -51,13 +51,17 @@ FIRST_BYTE = {"bare": len(MARKERS), "deepseek": len(MARKERS), "qwen": len(QWEN_M
 VOCAB = 512
 
 
-def write_script(path: Path, text: str, replies: Mapping[str, str]) -> Path:
-    """A script of answers given as text; markers in them become tokens."""
+def write_script(
+    path: Path, text: str, replies: Mapping[str, str], cues: Mapping[str, str] | None = None
+) -> Path:
+    """A script of answers given as text; markers in them become tokens. `cues`: texts of prompts
+    and the answers that they call for."""
     tokenizer = TEXTS[text](VOCAB).tokenizer
     script = {
         "vocab": VOCAB,
         "eos": 1,
         "first_byte": FIRST_BYTE[text],
+        "cues": dict(cues or {}),
         "replies": {
             name: tokenizer.encode(reply, add_special=False) for name, reply in replies.items()
         },
