@@ -36,6 +36,9 @@ NO_ADAPTER = -1
 NON_FINITE = "non_finite_logits"
 """`RunResult.code` of a run that met NaN or infinity."""
 
+OUT_OF_MEMORY = "out_of_memory"
+"""`RequestOutput.code` of a request for which memory did not suffice, though it ran alone."""
+
 
 class Phase(StrEnum):
     """Phase classes: kernels are chosen per class, never borrowed from a neighbour."""

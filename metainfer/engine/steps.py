@@ -16,13 +16,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from metainfer.core.errors import UsageError
-from metainfer.core.step import NON_FINITE, RequestOutput, StepPlan, StepResult
+from metainfer.core.step import NON_FINITE, OUT_OF_MEMORY, RequestOutput, StepPlan, StepResult
 from metainfer.engine.protocol import Fault
 from metainfer.engine.recorder import FlightRecorder, hashed
 from metainfer.engine.stacks import StackTimer
 from metainfer.executor.protocol import NanGuard
 from metainfer.scheduler.scheduler import Scheduler
-from metainfer.scheduler.trials import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from metainfer.kernels.table import Trace

@@ -14,7 +14,7 @@ import msgspec
 
 from metainfer.core.errors import InternalError, RequestError
 from metainfer.core.request import FinishReason, Request, SamplingParams
-from metainfer.core.step import RequestOutput, TokenLogprobs
+from metainfer.core.step import OUT_OF_MEMORY, RequestOutput, TokenLogprobs
 from metainfer.text.answer import Piece, Run, text_of
 from metainfer.text.calls import Call
 
@@ -245,11 +245,14 @@ def _failure(output: RequestOutput) -> RequestError:
             error_type="server_error",
             code="cancelled",
         )
+    no_memory = output.code == OUT_OF_MEMORY
     return RequestError(
         f"The engine could not finish this request: {output.error or 'unknown error'}.",
-        status=500,
+        "Send a shorter one, or send it again later." if no_memory else "",
+        status=503 if no_memory else 500,
         error_type="server_error",
-        code="engine_error",
+        code=output.code or "engine_error",
+        retry_after_s=5.0 if no_memory else None,
     )
 
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 from metainfer.core.errors import InternalError
 from metainfer.core.request import FinishReason
-from metainfer.core.step import RequestOutput
+from metainfer.core.step import OUT_OF_MEMORY, RequestOutput
 
 if TYPE_CHECKING:
     from metainfer.scheduler.build import Flight
     from metainfer.scheduler.scheduler import Scheduler
     from metainfer.scheduler.sequence import Sequence
 
-OUT_OF_MEMORY = "out_of_memory"
 LEAST_CHUNK = 16
 """A request that fails alone with a chunk of so many tokens ends."""
 

@@ -123,12 +123,18 @@ def test_incomplete_character_at_the_end_is_shown() -> None:
 
 @pytest.mark.parametrize(
     ("finish", "status", "code"),
-    [(FinishReason.ERROR, 500, "engine_error"), (FinishReason.CANCELLED, 503, "cancelled")],
+    [
+        (FinishReason.ERROR, 500, "engine_error"),
+        (FinishReason.ERROR, 500, "non_finite_logits"),
+        (FinishReason.ERROR, 503, "out_of_memory"),
+        (FinishReason.CANCELLED, 503, "cancelled"),
+    ],
 )
 def test_engine_side_ends_are_errors(finish: FinishReason, status: int, code: str) -> None:
     stream = TextStream(TOKENIZER, params=SamplingParams())
     with pytest.raises(RequestError) as caught:
-        stream.push(RequestOutput("r", (), 0, finish=finish, error="NaN"))
+        own = "" if code in ("engine_error", "cancelled") else code
+        stream.push(RequestOutput("r", (), 0, finish=finish, error="NaN", code=own))
     assert (caught.value.status, caught.value.code) == (status, code)
 
 
