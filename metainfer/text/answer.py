@@ -118,6 +118,7 @@ class AnswerParser:
         }[opening]
         self._fresh = not continued  # nothing of the channel is out yet
         self._gap = ""
+        self._called = False
         self._after_call = False
         self._after = _State.CONTENT  # where a call leaves the stream
         self._answer = Answer()
@@ -159,7 +160,7 @@ class AnswerParser:
         if not self._after_call:
             self._emit(self._gap)
         self._gap = ""
-        if cut and self._reader is not None and self._reader.in_block:
+        if cut and not self._called and self._reader is not None and self._reader.in_block:
             self._note("call_not_finished")
         if self._state is _State.REASONING and not cut:
             self._note("reasoning_not_closed")
@@ -243,6 +244,7 @@ class AnswerParser:
     def _collect(self) -> None:
         assert self._reader is not None
         for call in self._reader.take():
+            self._called = True
             if self._dropping:
                 self._note("call_not_offered")
                 continue

@@ -207,10 +207,3 @@ def test_markers_that_are_no_tokens() -> None:
     found = placed(spec, spelled, Prompt([1], Opening.REASONING))
     assert bytes(found.after) == b"</think>"
     assert placed(spec, spelled, Prompt([1], Opening.EITHER)) == spec
-
-
-def test_tools_and_a_schema_are_not_mixed_yet(server: Running) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    body = {"model": "fake", "messages": [{"role": "user", "content": "say:x"}], "tools": tools}
-    answer = call(server.port, "POST", CHAT, body | {"response_format": {"type": "json_object"}})
-    assert answer.status == 400
