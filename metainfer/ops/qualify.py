@@ -172,9 +172,10 @@ def truth(
     kind: torch.dtype,
     weights: torch.dtype,
 ) -> list[Tensor]:
-    """Results of `function` in float64 on `args` (of `held`), weights rounded to `weights`."""
-    exact = exactly(args, kind)
-    placed = _placed(exact, "cpu", lambda w: _dense(w, weights, torch.float64, "cpu", kind))
+    """Results of `function` on `args` (of `held`), weights rounded to `weights`: in float64, or in
+    `kind` where values are compared bit for bit."""
+    exact, wide = (args, kind) if case.exact else (exactly(args, kind), torch.float64)
+    placed = _placed(exact, "cpu", lambda w: _dense(w, weights, wide, "cpu", kind))
     return _flat(_results(function, case, placed))
 
 

@@ -50,6 +50,24 @@ def clamp_recipe(gate_up: Tensor, limit: float) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
+def _swapped(gate_up: Tensor) -> Tensor:
+    return torch.cat(gate_up.chunk(2, dim=-1)[::-1], dim=-1)
+
+
+def _clamped_below(gate_up: Tensor, limit: float) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    low = gate.clamp(min=-limit) if limit else gate
+    return swiglu_clamp(torch.cat((low, up), dim=-1), limit)
+
+
 CASES = {"swiglu": cases, "swiglu_clamp": clamp_cases}
 REFERENCES = {"swiglu": swiglu, "swiglu_clamp": swiglu_clamp}
 RECIPES = {"swiglu": recipe, "swiglu_clamp": clamp_recipe}
+MISTAKES = {
+    "swiglu": {"gate and up swapped": (lambda x: swiglu(_swapped(x)),)},
+    "swiglu_clamp": {
+        "swiglu clamp": (lambda x, limit: swiglu_clamp(x, 0.0),),
+        "gate's lower clamp": (_clamped_below,),
+        "gate and up swapped": (lambda x, limit: swiglu_clamp(_swapped(x), limit),),
+    },
+}

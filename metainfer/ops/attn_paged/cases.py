@@ -6,7 +6,9 @@ behind hold NaN or -1: reading one shows in the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,6 +147,63 @@ def recipe(
     return out
 
 
+def _window(change: int) -> Callable[..., Tensor]:
+    """The window wider or narrower by `change` keys."""
+
+    def wrong(*args: Tensor, scale: float, window: int = 0) -> Tensor:
+        return attn_paged(*args, scale=scale, window=window + change if window else 0)
+
+    return wrong
+
+
+def _unbounded(*args: Tensor, scale: float, window: int = 0) -> Tensor:
+    return attn_paged(*args, scale=scale)
+
+
+def _unscaled(*args: Tensor, scale: float, window: int = 0) -> Tensor:
+    return attn_paged(*args, scale=1.0, window=window)
+
+
+def _other_groups(q: Tensor, keys: Tensor, *args: Tensor, **kwargs: Any) -> Tensor:
+    """Head h reads cache head ``h % Hkv``."""
+    order = torch.arange(q.shape[1]).view(-1, keys.shape[2]).T.flatten()
+    out = attn_paged(q[:, order], keys, *args, **kwargs)
+    return out[:, order.argsort()]
+
+
+def _tail_dropped(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    starts: Tensor,
+    contexts: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    """The last page is read only where it is full. Sequences of one query."""
+    page = keys.shape[1]
+    short = torch.where(contexts > page, contexts // page * page, contexts)
+    if bool((starts.diff() > 1).any()) or kwargs.get("window"):
+        short = contexts
+    return attn_paged(q, keys, values, table, starts, short, **kwargs)
+
+
+def _page_stride(q: Tensor, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A page begins one token early."""
+    moved = [cache.flatten(0, 1).roll(1, 0).view(cache.shape) for cache in (keys, values)]
+    return attn_paged(q, *moved, *args, **kwargs)
+
+
 CASES = {"attn_paged": cases}
 REFERENCES = {"attn_paged": attn_paged}
 RECIPES = {"attn_paged": recipe}
+MISTAKES = {
+    "attn_paged": {
+        "window edge": (_window(1), _window(-1)),
+        "window": (_unbounded,),
+        "scale": (_unscaled,),
+        "head groups": (_other_groups,),
+        "last page's tail": (_tail_dropped,),
+        "page stride": (_page_stride,),
+    }
+}

@@ -6,7 +6,10 @@ table of the window holds -1 before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from metainfer.ops.attn_sparse.ref import attn_sparse, chosen
 from metainfer.ops.case import Case, generator, normal
 from metainfer.ops.case_caches import Entries, Form, paged
 from metainfer.ops.common import rotate_tail, wide
-from metainfer.ops.rope.tables import RopeSpec, cos_sin
+from metainfer.ops.rope.tables import RopeSpec, cos_sin, unturned
 
 DECODING = frozenset({Phase.MIXED, Phase.DECODE, Phase.VERIFY})
 PREFILL = frozenset({Phase.CHUNK, Phase.MIXED})
@@ -195,3 +198,25 @@ def recipe(
 CASES = {"attn_sparse": cases}
 REFERENCES = {"attn_sparse": attn_sparse}
 RECIPES = {"attn_sparse": recipe}
+
+
+def _with(**changes: Callable[[Any], Any]) -> Callable[..., Tensor]:
+    """The reference with some arguments changed."""
+    names = tuple(signature(attn_sparse).parameters)
+
+    def wrong(*args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return attn_sparse(**given | {key: change(given[key]) for key, change in changes.items()})
+
+    return wrong
+
+
+MISTAKES = {
+    "attn_sparse": {
+        "window edge": (_with(window=lambda w: w + 1), _with(window=lambda w: w - 1)),
+        "sink": (_with(sinks=lambda s: torch.full_like(s, float("-inf"))),),
+        "sparse selection": (_with(selected=lambda s: None),),
+        "inverse rope": (_with(cos_sin=unturned),),
+        "scale": (_with(scale=lambda s: 1.0),),
+    }
+}

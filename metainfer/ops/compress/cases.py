@@ -17,7 +17,7 @@ from metainfer.ops.case import Case, generator, normal
 from metainfer.ops.case_caches import Entries, Form, Rows, Single, paged
 from metainfer.ops.common import hadamard, rotate_tail
 from metainfer.ops.compress.ref import compress
-from metainfer.ops.rope.tables import RopeSpec, cos_sin
+from metainfer.ops.rope.tables import RopeSpec, cos_sin, unturned
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,9 @@ def recipe(
     form = plain("latent@1", d, str(kind).removeprefix("torch."))
     data = torch.zeros(pages.data.shape[0], pages.entries, d, dtype=kind)
     normed = EntryPages(group=0, data=data, form=form, entries=pages.entries)
-    unturned = cos_sin.clone()
-    half = unturned.shape[-1] // 2
-    unturned[:, :half], unturned[:, half:] = 1.0, 0.0
+    flat = unturned(cos_sin)
     compress(
-        kv, gate, ape, weight, unturned, state, lines, normed, slots, query_start, context_lens,
+        kv, gate, ape, weight, flat, state, lines, normed, slots, query_start, context_lens,
         **kwargs,
     )  # fmt: skip
     starts = query_start.tolist()
@@ -158,3 +156,18 @@ def recipe(
 CASES = {"compress": cases, "compress_index": index_cases}
 REFERENCES = {"compress": compress, "compress_index": compress}
 RECIPES = {"compress": recipe, "compress_index": recipe}
+
+
+def _unbiased(kv: Tensor, gate: Tensor, ape: Tensor, *more: Any, **kwargs: Any) -> None:
+    compress(kv, gate, torch.zeros_like(ape), *more, **kwargs)
+
+
+def _unturned(
+    kv: Tensor, gate: Tensor, ape: Tensor, w: Tensor, table: Tensor, *m: Any, **k: Any
+) -> None:
+    compress(kv, gate, ape, w, unturned(table), *m, **k)
+
+
+MISTAKES = {
+    op: {"gate bias": (_unbiased,), "rope": (_unturned,)} for op in ("compress", "compress_index")
+}

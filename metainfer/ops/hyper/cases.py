@@ -167,3 +167,13 @@ RECIPES = {
     "hyper_collapse": collapse_recipe,
     "hyper_mix": mix_recipe,
 }
+MISTAKES = {
+    "hyper_mix": {
+        "mix transposed": (lambda r, y, post, comb: hyper_mix(r, y, post, comb.transpose(1, 2)),),
+    },
+    "hyper_pre": {
+        "Sinkhorn steps": (
+            lambda *args, iters, **eps: hyper_pre(*args, iters=max(iters - 4, 1), **eps),
+        ),
+    },
+}

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from metainfer.kv.book.form import EntryForm
+from metainfer.kv.store.entries import EntryPages, gather, locate
 from metainfer.kv.store.entry_codecs import rounded
 from metainfer.ops.case import Case, generator, integers, normal
 from metainfer.ops.case_caches import Entries, Form, paged
 from metainfer.ops.common import hadamard, rotate_tail, wide
-from metainfer.ops.indexer.ref import index_query, index_select
+from metainfer.ops.indexer.ref import index_query, index_select, scores
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
 
 #: A key's largest value: over 448 it is a power of two, so that no form's scale is rounded.
@@ -147,6 +148,42 @@ def select_recipe(*args: Any, **kwargs: Any) -> Tensor:
     return index_select(*args, **kwargs)
 
 
+def _last_of_ties(
+    q: Tensor,
+    g: Tensor,
+    pages: EntryPages,
+    page_table: Tensor,
+    positions: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    *,
+    ratio: int,
+    top_k: int,
+    scale: float,
+) -> Tensor:
+    """Equal scores go to the later entry."""
+    out = torch.full((q.shape[0], top_k), -1, dtype=torch.int32)
+    for s, context in enumerate(context_lens.tolist()):
+        rows = range(int(query_start[s]), int(query_start[s + 1]))
+        keys = gather(pages, locate(page_table[s], pages.entries, torch.arange(context // ratio)))
+        for row in rows:
+            seen = (int(positions[row]) + 1) // ratio
+            value = scores(q[row : row + 1], g[row : row + 1], keys[:seen], scale)[0].flip(0)
+            best = torch.sort(value, descending=True, stable=True).indices[:top_k]
+            chosen = (seen - 1 - best).sort().values
+            out[row, : len(chosen)] = chosen.int()
+    return out
+
+
+def _one_less(*args: Any, top_k: int, **kwargs: Any) -> Tensor:
+    """The last of the best is left out."""
+    out = index_select(*args, top_k=top_k, **kwargs)
+    short = index_select(*args, top_k=max(top_k - 1, 1), **kwargs)
+    out[:, : short.shape[1]], out[:, short.shape[1] :] = short, -1
+    return out
+
+
 CASES = {"index_query": query_cases, "index_select": select_cases}
 REFERENCES = {"index_query": index_query, "index_select": index_select}
 RECIPES = {"index_query": query_recipe, "index_select": select_recipe}
+MISTAKES = {"index_select": {"tie order": (_last_of_ties,), "top-k": (_one_less,)}}

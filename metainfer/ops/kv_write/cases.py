@@ -5,7 +5,10 @@ The caches start as NaN: a slot that must not be touched still holds it afterwar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from metainfer.ops.case import Case, generator, normal
 from metainfer.ops.kv_write.ref import kv_write
@@ -54,3 +57,28 @@ def cases(seed: int) -> list[Case]:
 CASES = {"kv_write": cases}
 REFERENCES = {"kv_write": kv_write}
 RECIPES = {"kv_write": kv_write}
+
+
+def _stride(change: int) -> Callable[..., None]:
+    """Pages that are `change` tokens longer than they are."""
+
+    def wrong(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        page = keys.shape[1]
+        moved = slots // page * (page + change) + slots % page
+        inside = (slots >= 0) & (moved >= 0) & (moved < keys.shape[0] * page)
+        kv_write(k, v, keys, values, torch.where(inside, moved, -1))
+
+    return wrong
+
+
+def _last_dropped(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    kv_write(k[:-1], v[:-1], keys, values, slots[:-1])
+
+
+MISTAKES = {
+    "kv_write": {
+        "page stride": (_stride(1), _stride(-1)),
+        "keys and values swapped": (lambda k, v, *more: kv_write(v, k, *more),),
+        "last token": (_last_dropped,),
+    }
+}

@@ -13,7 +13,7 @@ from metainfer.ops.case import Case, generator, integers, normal
 from metainfer.ops.case_caches import Entries, Form
 from metainfer.ops.common import rotate_tail, wide
 from metainfer.ops.latent_qkv.ref import latent_qkv, rms
-from metainfer.ops.rope.tables import RopeSpec, cos_sin
+from metainfer.ops.rope.tables import RopeSpec, cos_sin, unturned
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +98,14 @@ def recipe(
 CASES: dict[str, Any] = {"latent_qkv": cases}
 REFERENCES = {"latent_qkv": latent_qkv}
 RECIPES = {"latent_qkv": recipe}
+
+
+def _unnormed(*args: Any, eps: float, norm_q: bool) -> Tensor:
+    return latent_qkv(*args, eps=eps, norm_q=False)
+
+
+def _unturned(q: Tensor, kv: Tensor, w: Tensor, p: Tensor, table: Tensor, *m: Any, **k: Any) -> Any:
+    return latent_qkv(q, kv, w, p, unturned(table), *m, **k)
+
+
+MISTAKES = {"latent_qkv": {"query norm": (_unnormed,), "rope": (_unturned,)}}

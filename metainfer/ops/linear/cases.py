@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metainfer.formats.block_codecs import encode
+from metainfer.formats.block_codecs import BlockTensor, encode
 from metainfer.formats.blocks import FORMATS
 from metainfer.formats.quant import TORCH_DTYPES, RawTensor, Stored, quantise
 from metainfer.formats.schemes import is_quantised
 from metainfer.ops.case import Case, Weight, generator, normal
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.ref import linear, linear_f32, linear_f32_rounded, linear_rounded
+from metainfer.ops.linear.rounding import activation_group, round_activations
 
 
 def stored(values: Tensor, scheme: str) -> Stored:
@@ -90,7 +93,23 @@ def cases(seed: int, op: str = "linear") -> list[Case]:
             schemes=("Q8_0", "Q4_1"),
         )
     )
+    found += [_sloped(g, op, scheme) for scheme in ("fp8_128", "fp8_32", "mxfp4")]
     return found
+
+
+def _sloped(g: torch.Generator, op: str, scheme: str) -> Case:
+    """Blocks of very different sizes, the last one not full: each column of scales matters."""
+    width = FORMATS[scheme].block[1]
+    k = 3 * width + width // 2
+    slope = 4.0 ** -(torch.arange(k) // width)
+    weight = Weight((stored(normal(g, 48, k, scale=k**-0.5) * slope, scheme),))
+    return Case(
+        op=op,
+        name=f"{scheme}-4x48x{k}-sloped",
+        args=(normal(g, 4, k) / slope, weight),
+        shape={"rows": 4, "n": 48, "k": k},
+        schemes=(scheme,),
+    )
 
 
 def _outlier(x: Tensor, weights: list[Tensor]) -> None:
@@ -122,4 +141,52 @@ RECIPES = {"linear": recipe, "linear_f32": linear_f32}
 ROUNDED = {
     "linear": (linear_rounded, rounded_recipe),
     "linear_f32": (linear_f32_rounded, linear_f32_rounded),
+}
+
+
+def scale_mistakes() -> dict[str, Callable[[BlockTensor], BlockTensor]]:
+    """What kernels do to the scales of a block-scaled matrix, which lie as its blocks do."""
+
+    def changed(change: Callable[[Tensor], Tensor]) -> Callable[[BlockTensor], BlockTensor]:
+        def wrong(matrix: BlockTensor) -> BlockTensor:
+            return dataclasses.replace(matrix, scale=change(matrix.scale))
+
+        return wrong
+
+    def stale(scale: Tensor) -> Tensor:
+        if scale.shape[1] < 2:
+            return scale
+        return torch.cat((scale[:, :-1], scale[:, -2:-1]), dim=1)
+
+    return {
+        "stale scale column": changed(stale),
+        "scale group": changed(lambda scale: scale.roll(1, -1)),
+    }
+
+
+def _tail(unit: int) -> Callable[[Tensor, PackedWeight], Tensor]:
+    """The last columns of a width that is no multiple of `unit` are not read."""
+
+    def wrong(x: Tensor, weight: PackedWeight) -> Tensor:
+        short = x.clone()
+        short[:, x.shape[1] // unit * unit :] = 0
+        return linear_f32(short, weight)
+
+    return wrong
+
+
+def _half_group(x: Tensor, weight: PackedWeight) -> Tensor:
+    assert weight.format is not None
+    group = activation_group(weight.format) // 2
+    return linear_f32(round_activations(x, group), weight)
+
+
+SCALE_MISTAKES = scale_mistakes()
+MISTAKES = {
+    op: {
+        "truncated tail": tuple(_tail(unit) for unit in (4, 8, 16, 32, 64, 128)),
+        "bias": (lambda x, weight: linear_f32(x, dataclasses.replace(weight, bias=None)),),
+        "activation scale group": (_half_group,),
+    }
+    for op in CASES
 }

@@ -9,7 +9,8 @@ an outlier that no weight reads, and the last channels of a wide hidden activati
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from metainfer.formats.blocks import FORMATS
 from metainfer.formats.quant import Stored, dequantise
 from metainfer.ops.case import Case, Weight, generator, normal
 from metainfer.ops.common import wide
-from metainfer.ops.linear.cases import stored
+from metainfer.ops.linear.cases import scale_mistakes, stored
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.rounding import activation_group, round_activations
 from metainfer.ops.moe_experts.ref import moe_experts, moe_experts_rounded
@@ -208,4 +209,30 @@ def _recipe(
 CASES = {"moe_experts": cases}
 REFERENCES = {"moe_experts": moe_experts}
 RECIPES = {"moe_experts": recipe}
+SCALE_MISTAKES = scale_mistakes()
+
+
+def _with_up_first(w13: PackedWeight, w2: PackedWeight) -> PackedWeight:
+    f, d = w2.shape[1], w13.shape[1]
+    halves = w13.data["weight"].view(-1, 2, f, d).flip(1)
+    return replace(w13, data={"weight": halves.reshape(w13.data["weight"].shape)})
+
+
+def _up_first(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: PackedWeight, w2: PackedWeight, **limit: float
+) -> Tensor:
+    return moe_experts(x, ids, weights, _with_up_first(w13, w2), w2, **limit)
+
+
+def _scaled_twice(x: Tensor, ids: Tensor, weights: Tensor, *more: Any, **limit: float) -> Tensor:
+    return moe_experts(x, ids, weights * weights.sum(-1, keepdim=True), *more, **limit)
+
+
+MISTAKES = {
+    "moe_experts": {
+        "swiglu clamp": (lambda *args, limit=0.0: moe_experts(*args),),
+        "gate and up swapped": (_up_first,),
+        "double routed scale": (_scaled_twice,),
+    }
+}
 ROUNDED = {"moe_experts": (moe_experts_rounded, rounded_recipe)}

@@ -6,6 +6,9 @@ different scores are far apart, so the chosen experts must be equal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -100,3 +103,34 @@ def _recipe_weights(x: Tensor, gate: Tensor, ids: Tensor, scale: float) -> Tenso
 CASES = {"moe_route": cases, "moe_route_hash": hash_cases}
 REFERENCES = {"moe_route": moe_route, "moe_route_hash": moe_route_hash}
 RECIPES = {"moe_route": recipe, "moe_route_hash": hash_recipe}
+
+
+def _last_of_ties(
+    x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Equal scores go to the higher expert."""
+    ids, weights = moe_route(x, gate.flip(0), bias.flip(0), top_k=top_k, scale=scale)
+    return gate.shape[0] - 1 - ids, weights
+
+
+def _by_score(
+    x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    return moe_route(x, gate, torch.zeros_like(bias), top_k=top_k, scale=scale)
+
+
+def _scaled(change: Callable[[float], float], op: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(*args: Tensor, scale: float, **more: int) -> Any:
+        return op(*args, scale=change(scale), **more)
+
+    return wrong
+
+
+MISTAKES = {
+    op: {
+        "double routed scale": (_scaled(lambda scale: scale * scale, function),),
+        "routed scale": (_scaled(lambda scale: 1.0, function),),
+    }
+    for op, function in REFERENCES.items()
+}
+MISTAKES["moe_route"] |= {"tie order": (_last_of_ties,), "selection bias": (_by_score,)}

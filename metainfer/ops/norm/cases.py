@@ -63,3 +63,19 @@ def add_recipe(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple
 CASES = {"rmsnorm": cases, "add_rmsnorm": add_cases}
 REFERENCES = {"rmsnorm": rmsnorm, "add_rmsnorm": add_rmsnorm}
 RECIPES = {"rmsnorm": recipe, "add_rmsnorm": add_recipe}
+
+
+def _not_added(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return rmsnorm(x, weight, eps), x + residual
+
+
+MISTAKES = {
+    "rmsnorm": {
+        "eps": (lambda x, weight, eps: rmsnorm(x, weight, 0.1 * eps),),
+        "norm weight": (lambda x, weight, eps: rmsnorm(x, weight + 1, eps),),
+    },
+    "add_rmsnorm": {
+        "norm weight": (lambda x, r, weight, eps: add_rmsnorm(x, r, weight + 1, eps),),
+        "residual": (_not_added,),
+    },
+}

@@ -55,3 +55,8 @@ def recipe(o: Tensor, weight: PackedWeight, *, groups: int) -> Tensor:
 CASES = {"out_group": cases}
 REFERENCES = {"out_group": out_group}
 RECIPES = {"out_group": recipe}
+MISTAKES = {
+    "out_group": {
+        "head groups": (lambda o, weight, *, groups: out_group(o.flip(1), weight, groups=groups),),
+    }
+}

@@ -3,6 +3,7 @@ projection and tensors of their own."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from metainfer.ops.case import Case, generator, integers, normal
@@ -71,3 +72,35 @@ def recipe(
 CASES = {"rope": cases}
 REFERENCES = {"rope": rope}
 RECIPES = {"rope": recipe}
+
+
+def _other_pairs(
+    q: Tensor, k: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    return rope(q, k, positions, table, not interleaved)
+
+
+def _last_channels(
+    q: Tensor, k: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    rotated = table.shape[-1]
+    turned = rope(q.roll(rotated, -1), k.roll(rotated, -1), positions, table, interleaved)
+    return turned[0].roll(-rotated, -1), turned[1].roll(-rotated, -1)
+
+
+def _backwards(
+    q: Tensor, k: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    cos, sin = table.chunk(2, dim=-1)
+    return rope(q, k, positions, torch.cat((cos, -sin), dim=-1), interleaved)
+
+
+MISTAKES = {
+    "rope": {
+        "rope half": (_other_pairs, _last_channels),
+        "rope direction": (_backwards,),
+        "rope position": (
+            lambda q, k, p, *more, **pairs: rope(q, k, (p - 1).clamp_min(0), *more, **pairs),
+        ),
+    }
+}

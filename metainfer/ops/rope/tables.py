@@ -125,3 +125,10 @@ def _longrope(spec: RopeSpec, length: int) -> tuple[Tensor, float]:
     factor = spec.number("factor", spec.context / original)
     grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return inverse, grown
+
+
+def unturned(table: Tensor) -> Tensor:
+    """A table [M, R] of angles 0: nothing is rotated."""
+    flat = torch.zeros_like(table)
+    flat[:, : table.shape[1] // 2] = 1.0
+    return flat

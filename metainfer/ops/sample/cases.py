@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,3 +96,29 @@ def cases(seed: int) -> list[Case]:
 CASES = {"sample": cases}
 REFERENCES = {"sample": sample}
 RECIPES = {"sample": sample}
+
+
+def _without(name: str, value: float) -> Callable[..., Any]:
+    """`name` of every row is `value`."""
+
+    def wrong(logits: torch.Tensor, inputs: SampleInputs) -> Any:
+        held = getattr(inputs, name)
+        changed = (
+            inputs if held is None else replace(inputs, **{name: torch.full_like(held, value)})
+        )
+        return sample(logits, changed)
+
+    return wrong
+
+
+MISTAKES = {
+    "sample": {
+        "seed": (_without("seed", 0),),
+        "draw index": (_without("index", 0),),
+        "temperature": (_without("temperature", 1.0),),
+        "top-k": (_without("top_k", 0),),
+        "top-p": (_without("top_p", 1.0),),
+        "min-p": (_without("min_p", 0.0),),
+        "repetition penalty": (_without("repetition", 1.0),),
+    }
+}
