@@ -20,13 +20,19 @@ Entry = tuple[Sequence, TokenRun]
 
 
 class Flight:
-    """One submitted step: its runs in the order of the plan, which the result repeats."""
+    """One submitted step: its runs in the order of the plan, which the result repeats.
 
-    __slots__ = ("entries", "step")
+    `decoding`, `aimed`: sequences that decoded, and the drafts that were asked for; `drafting_s`:
+    what proposing them took on the host.
+    """
+
+    __slots__ = ("aimed", "decoding", "drafting_s", "entries", "step")
 
     def __init__(self, step: int, entries: list[Entry]) -> None:
         self.step = step
         self.entries = entries
+        self.decoding = self.aimed = 0
+        self.drafting_s = 0.0
 
 
 class Build:

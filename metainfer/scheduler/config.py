@@ -34,6 +34,7 @@ class SchedulerConfig:
     a step. `mixed_prefill_tokens`: most prefill tokens in a step in which *any* domain decodes,
     because all domains wait for the slowest. `max_drafts`: most proposed tokens per verify run.
     `model_drafts`: the device proposes them itself and plans carry placeholders (ADR 0010).
+    `adaptive_drafts`: how many is chosen by measured gain, `max_drafts` at most (`depth`).
     `split_phases`: prefill and decode get a segment each instead of sharing a mixed one. `layouts`
     maps a phase to the layout of its segments, `buckets` to the padded sizes captured for it.
     `adapters`: name -> digest of content, in the order of their places on the device.
@@ -46,6 +47,7 @@ class SchedulerConfig:
     max_waiting: int = 1024
     max_drafts: int = 0
     model_drafts: bool = False
+    adaptive_drafts: bool = False
     split_phases: bool = False
     layouts: Mapping[Phase, str] = field(default_factory=dict)
     buckets: Mapping[Phase, tuple[int, ...]] = field(default_factory=dict)

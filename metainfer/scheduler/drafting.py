@@ -8,11 +8,12 @@ this step wants, and when pages run out later, those that only drafts wanted com
 from __future__ import annotations
 
 from metainfer.core.errors import InternalError
-from metainfer.core.step import PENDING, TokenRun
+from metainfer.core.step import PENDING, StepResult, TokenRun
 from metainfer.core.verdict import Verdict
 from metainfer.kv.book.manager import Account
-from metainfer.scheduler.build import Build
+from metainfer.scheduler.build import Build, Flight
 from metainfer.scheduler.config import DraftSource, SchedulerConfig
+from metainfer.scheduler.depth import DepthController
 from metainfer.scheduler.domain import Domain
 from metainfer.scheduler.sequence import Sequence
 
@@ -26,13 +27,49 @@ class Drafting:
     """
 
     def __init__(self, config: SchedulerConfig, source: DraftSource | None) -> None:
-        self._most = config.max_drafts
         self._device = config.model_drafts
         self.source = source
+        self.active = config.max_drafts > 0 and (self._device or source is not None)
+        self.aimed = config.max_drafts if self.active else 0  # drafts per run in this step
+        self.seconds = 0.0  # on the host, for this step
+        self._decoding = 0
+        adapts = self.active and config.adaptive_drafts
+        self._depth = DepthController(config.max_drafts) if adapts else None
+
+    def aim(self, decoding: int) -> None:
+        """Set the depth of a step in which `decoding` sequences of a domain decode at most."""
+        self._decoding, self.seconds = decoding, 0.0
+        if self._depth is not None:
+            self.aimed = self._depth.aim(decoding)
+
+    def planned(self, flight: Flight) -> None:
+        """Remember with a plan what was aimed for."""
+        flight.decoding, flight.aimed = self._decoding, self.aimed
+        flight.drafting_s = self.seconds
+
+    def note(self, flight: Flight, result: StepResult) -> None:
+        """A step came back. Its time tells of depths where it did nothing but decode."""
+        if self._depth is None or not flight.decoding:
+            return
+        runs, alone = [], True
+        for (seq, run), answer in zip(flight.entries, result.runs, strict=True):
+            decodes = run.samples and run.start + 1 >= seq.prompt_len
+            if decodes and len(run.tokens) == 1 + run.drafts:
+                runs.append((run.drafts, answer.accepted_drafts))
+            else:
+                alone = False
+        seconds = result.seconds + flight.drafting_s if alone and result.seconds > 0 else None
+        self._depth.note(flight.decoding, flight.aimed, runs, seconds)
 
     @property
-    def active(self) -> bool:
-        return self._most > 0 and (self._device or self.source is not None)
+    def alarm(self) -> str:
+        """One line while drafts are never accepted; empty otherwise."""
+        return "" if self._depth is None else self._depth.alarm
+
+    @property
+    def gain(self) -> float | None:
+        """Tokens per second over those without drafts; None where the depth is fixed."""
+        return None if self._depth is None else self._depth.gain
 
     def extend(self, domain: Domain, build: Build, spare: int) -> int:
         """Add drafts, up to `spare` tokens in all, to the decode runs planned for `domain`.
@@ -56,6 +93,12 @@ class Drafting:
                 seq.proposals = run.proposals
         return spare - left
 
+    def skip(self, domain: Domain) -> None:
+        """No drafts in this step: what the device proposed before is for the tokens passed now."""
+        if self.active and self._device:
+            for seq in domain.running:
+                seq.proposals = 0
+
     def _extended(
         self, domain: Domain, build: Build, seq: Sequence, run: TokenRun, drafts: tuple[int, ...]
     ) -> TokenRun:
@@ -66,7 +109,7 @@ class Drafting:
         if self._device:
             # Proposal i is computed from an entry of the drafter at `total + i - 1`.
             last = min(seq.stop_at - run.end - 1, seq.stop_at - total + 1)
-            proposals = max(0, min(self._most, kv.draft_limit, last))
+            proposals = max(0, min(self.aimed, kv.draft_limit, last))
             if proposals:
                 proposals = kv.fit(account, total + proposals - 1) - total + 1
         reach = total + max(proposals - 1, 0)
@@ -90,7 +133,7 @@ class Drafting:
     def _drafts(self, domain: Domain, seq: Sequence, end: int, spare: int) -> tuple[int, ...]:
         """Drafts for a run that ends at `end`, as many as limits, budget and pages allow."""
         kv = domain.kv
-        limit = min(self._most, kv.draft_limit, seq.stop_at - end, spare)
+        limit = min(self.aimed, kv.draft_limit, seq.stop_at - end, spare)
         if self._device:
             limit = min(limit, seq.proposals)
         limit = min(limit, kv.fit(_account(seq), end + max(limit, 0)) - end)
@@ -98,6 +141,8 @@ class Drafting:
             return ()
         if self.source is None:
             return (PENDING,) * limit
+        if len(seq.tokens) < end:
+            return ()  # its last token is being sampled
         return tuple(self.source.propose(seq.request, seq.tokens, limit))[:limit]
 
     def reclaim(self, domain: Domain) -> bool:

@@ -37,7 +37,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A reading: gauges now, counters since start. Gaps are of the last minute, per domain."""
+    """A reading: gauges now, counters since start. Gaps are of the last minute, per domain.
+
+    `draft_depth`: drafts that the latest step asked for; `draft_gain`: their tokens per second over
+    those without, where the depth is chosen by it.
+    """
 
     running: int
     waiting: int
@@ -45,6 +49,8 @@ class Stats:
     decode_gaps_s: tuple[float, ...]
     cache_alarms: tuple[str, ...]
     draft_alarm: str
+    draft_depth: int
+    draft_gain: float | None
     counters: Counters
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()

@@ -84,7 +84,7 @@ class Scheduler:
 
         Raises:
             RequestError: it can never run (``context_length_exceeded``, ``out_of_memory``,
-                ``invalid_value``, ``model_not_found``) or not now (``queue_full``, status 503).
+                ``invalid_value``, ``model_not_found``) or not now (``queue_full``, status 429).
         """
         try:
             self.check(request)
@@ -131,8 +131,8 @@ class Scheduler:
             raise RequestError(
                 f"{self.waiting} requests are waiting already.",
                 "Try again later.",
-                status=503,
-                error_type="server_error",
+                status=429,
+                error_type="rate_limit_error",
                 code="queue_full",
                 retry_after_s=1.0,
             )
@@ -213,12 +213,16 @@ class Scheduler:
             len(domain.running) > len(due)
             for domain, due in zip(self.domains, prompts, strict=True)
         )
+        self.drafting.aim(
+            max(len(d.running) - len(due) for d, due in zip(self.domains, prompts, strict=True))
+        )
         for domain, due, count in zip(self.domains, prompts, decodes, strict=True):
             self._plan(domain, due, count, mixed)
         finished = self._build.finish(self._step, self.config)
         if finished is None:
             return None
         plan, flight = finished
+        self.drafting.planned(flight)
         self._flights.append(flight)
         self._build = Build(len(self.domains))
         self._step += 1
@@ -289,7 +293,7 @@ class Scheduler:
             seq.share = tokens
         spare = self.config.step_tokens - decodes - sum(shares)
         few = 1 + self.config.max_drafts
-        fast, grid = not self.drafting.active, domain.kv.grid if domain.kv.states else _NEVER
+        fast, grid = not self.drafting.aimed, domain.kv.grid if domain.kv.states else _NEVER
         running, runs, position = domain.running, self._build.short[domain.index], 0
         while position < len(running):
             seq = running[position]
@@ -314,7 +318,11 @@ class Scheduler:
             if wanted:
                 self._run(domain, seq, wanted)
         if not fast:
+            begin = self.clock.now()
             self.counters.drafted_tokens += self.drafting.extend(domain, self._build, spare)
+            self.drafting.seconds += self.clock.now() - begin
+        else:
+            self.drafting.skip(domain)
 
     def _run(self, domain: Domain, seq: Sequence, wanted: int) -> None:
         """Plan one run of up to `wanted` due tokens."""
@@ -392,7 +400,9 @@ class Scheduler:
         """
         if not self._flights or self._flights[0].step != result.step:
             raise InternalError(f"result of step {result.step} was not awaited")
-        return self._receiver.take(self._flights.popleft(), result)
+        flight = self._flights.popleft()
+        self.drafting.note(flight, result)
+        return self._receiver.take(flight, result)
 
     def abandon(self, error: str) -> list[RequestOutput]:
         """The only open plan could not be computed for lack of memory; nothing of it counts.
@@ -443,7 +453,9 @@ class Scheduler:
             kv_used=max(domain.kv.usage() for domain in self.domains),
             decode_gaps_s=tuple(domain.gaps.longest(now) for domain in self.domains),
             cache_alarms=tuple(alarm for alarm in alarms if alarm),
-            draft_alarm=self.draft_watch.alarm,
+            draft_alarm=self.draft_watch.alarm or self.drafting.alarm,
+            draft_depth=self.drafting.aimed,
+            draft_gain=self.drafting.gain,
             counters=self.counters,
             running_adapters=self._adapters.in_use(
                 seq for domain in self.domains for seq in domain.running
