@@ -72,6 +72,7 @@ def _positive(value: int | None) -> None:
 INTENT_FIELDS = {
     "--context": "context",
     "--concurrency": "concurrency",
+    "--max-pending": "max_waiting",
     "--kv-memory": "kv_bytes",
     "--memory-share": "memory_share",
     "--chunk-tokens": "chunk_tokens",
@@ -150,7 +151,10 @@ class EngineFlags:
     ] = False
     draft: Annotated[
         str | None,
-        _flag("--draft", text="speculation: off, ngram:N (tokens seen before), mtp:N (a module)"),
+        _flag(
+            "--draft",
+            text="speculation: off, auto (by gain), ngram:N (tokens seen before), mtp:N (a module)",
+        ),
     ] = None
     model_option: Annotated[
         tuple[str, ...],

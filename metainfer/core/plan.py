@@ -79,10 +79,12 @@ class Limits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
     """Who proposes tokens ahead (``off``, ``ngram``, ``mtp``), and how many at most. The width of
-    verify runs, the proposals of a drafter and the rows that logits take follow from `depth`."""
+    verify runs, the proposals of a drafter and the rows that logits take follow from `depth`.
+    `adaptive`: while serving, how many is chosen by measured gain, none included."""
 
     method: str = "off"
     depth: int = 0
+    adaptive: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,9 +173,7 @@ class Engine:
         limits = plan.limits
         namespace = f"{model.source.reference}:{model.seed}:{plan.model.dtype}"
         managers = [
-            KVManager(
-                resolved.sizes, domain=domain, namespace=namespace, caching=plan.prefix_cache
-            )
+            KVManager(resolved.sizes, domain=domain, namespace=namespace, caching=plan.prefix_cache)
             for domain in range(plan.kv_domains)
         ]
         config = SchedulerConfig(
@@ -186,6 +184,7 @@ class Engine:
             max_waiting=limits.max_waiting,
             max_drafts=plan.draft.depth,
             model_drafts=plan.draft.method == MODEL,
+            adaptive_drafts=plan.draft.adaptive,
             layouts={Phase(phase): layout for phase, layout in plan.phase_layout.items()},
             adapters={adapter.name: adapter.digest for adapter in plan.adapters},
         )
@@ -285,6 +284,8 @@ class Engine:
             drafted_tokens=counters.drafted_tokens,
             accepted_drafts=counters.accepted_drafts,
             draft_alarm=reading.draft_alarm,
+            draft_depth=reading.draft_depth,
+            draft_gain=reading.draft_gain,
             cache_alarms=reading.cache_alarms,
             non_finite=counters.non_finite,
             abandoned_steps=counters.abandoned,

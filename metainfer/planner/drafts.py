@@ -1,9 +1,10 @@
 """Speculation as one decided value: the drafter and its depth (B-22).
 
-A wish is ``off``, ``METHOD``, ``METHOD:DEPTH`` or a bare ``DEPTH`` (of `ngram`). It is normalised
-here, once and on the record; the width of verify runs, the rows that a step's logits take and the
-scheduler's limit all follow from the plan's value. What cannot be done is refused, never reduced to
-something else in silence.
+A wish is ``off``, ``METHOD``, ``METHOD:DEPTH``, a bare ``DEPTH`` (of `ngram`), or ``auto``: the
+checkpoint's module if there is one, else `ngram`, as deep as pays off while serving. It is
+normalised here, once and on the record; the width of verify runs, the rows that a step's logits take
+and the scheduler's limit all follow from the plan's value. What cannot be done is refused, never
+reduced to something else in silence.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.plan import DraftPlan
 from metainfer.kv.book.spec import GroupKind, GroupSpec, Rewind
 
-OFF, NGRAM, MODEL = "off", "ngram", "mtp"
+OFF, NGRAM, MODEL, AUTO = "off", "ngram", "mtp", "auto"
 MOST = 7
 """Deepest draft: what every cursor state can take back (ADR 0009)."""
 USUAL = 4
 """Depth when only a method is given (seed)."""
 
 WRITE = (
-    f"Write --draft off, --draft {NGRAM}:N (tokens seen before) or --draft {MODEL}:N "
-    f"(the checkpoint's own module) with N from 1 to {MOST}."
+    f"Write --draft off, --draft {AUTO}, --draft {NGRAM}:N (tokens seen before) or "
+    f"--draft {MODEL}:N (the checkpoint's own module) with N from 1 to {MOST}."
 )
 
 
@@ -48,7 +49,7 @@ def parse(wish: str) -> tuple[str, int | None]:
     method, colon, number = wish.partition(":")
     if method.isdigit() and not colon:
         method, colon, number = NGRAM, ":", method
-    if method not in (OFF, NGRAM, MODEL) or (method == OFF and colon):
+    if method not in (OFF, NGRAM, MODEL, AUTO) or (method in (OFF, AUTO) and colon):
         raise UsageError(f"draft {wish!r} is not known.", WRITE, code="bad_draft")
     if not colon:
         return method, None
@@ -83,9 +84,15 @@ def decide(
     method, asked = parse(wish)
     why = [f"asked for {wish!r}"]
     depth = asked if asked is not None else USUAL
-    if asked is None:
+    adaptive = method == AUTO and not (module is not None and module.block)
+    if adaptive:
+        depth = MOST
+        why.append(f"up to {MOST}, by measured gain")
+    elif asked is None:
         why.append(f"the depth is a seed, {USUAL}")
-    if method == MODEL:
+    if method == AUTO:
+        method = NGRAM if module is None else MODEL
+    if method == MODEL and not adaptive:
         depth = _depth_of_module(module, asked, depth, why)
     for limit, what in (
         (step_tokens - 1, f"a step of {step_tokens} tokens"),
@@ -96,8 +103,9 @@ def decide(
                 raise UsageError(f"{what} has no room for {depth} drafts.", "Use --draft off.")
             why.append(f"{depth} lowered to {limit}: {what} holds no more")
             depth = limit
-    ledger.record("draft", f"{method}:{depth}", origin, "; ".join(why))
-    return DraftPlan(method=method, depth=depth)
+    shown = f"{method}, at most {depth}" if adaptive else f"{method}:{depth}"
+    ledger.record("draft", shown, origin, "; ".join(why))
+    return DraftPlan(method=method, depth=depth, adaptive=adaptive)
 
 
 def _depth_of_module(

@@ -48,6 +48,7 @@ def world_of(resolved: Resolved, facts: Facts, *, share: float = SHARE) -> World
         max_waiting=1 << 30,  # a workload is served whole
         max_drafts=plan.draft.depth,
         model_drafts=plan.draft.method == MODEL,
+        adaptive_drafts=plan.draft.adaptive,
         layouts={Phase(phase): name for phase, name in plan.phase_layout.items()},
     )
     calibration = chosen.calibration

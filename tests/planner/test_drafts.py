@@ -98,6 +98,24 @@ def test_b22_refused(
     assert "--draft" in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("module", "plan", "shown"),
+    [
+        (None, DraftPlan(method="ngram", depth=7, adaptive=True), "ngram, at most 7"),
+        (ANY_DEPTH, DraftPlan(method="mtp", depth=7, adaptive=True), "mtp, at most 7"),
+        (BLOCK, DraftPlan(method="mtp", depth=5), "mtp:5"),  # a block has one depth
+    ],
+)
+def test_b24_auto_is_the_best_drafter_there_is(
+    module: DraftModule | None, plan: DraftPlan, shown: str
+) -> None:
+    found = resolved("auto", module)
+    assert found.plan.draft == plan and decision(found).value == shown
+    assert set(found.plan.phase_layout) >= {"verify"}
+    with pytest.raises(UsageError, match="'auto:3' is not known"):
+        resolved("auto:3", module)
+
+
 def test_b22_what_does_not_fit_is_lowered_on_the_record() -> None:
     found = resolved("ngram:6", chunk_tokens=4, concurrency=2)
     assert found.plan.draft.depth == 3
