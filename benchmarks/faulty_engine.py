@@ -1,0 +1,82 @@
+"""The engine process with faults on order, for the fault campaign and the tests.
+
+``faulty_engine.py FOLDER --address ...``: a file in FOLDER is an order, taken at the next step and
+then deleted: ``nan`` (the first run of the step meets NaN), ``oom`` (the step raises as torch does
+when memory lacks), ``hang`` (it never ends, and lets the interpreter go), ``lock`` (it never ends,
+and holds the interpreter's lock), ``raise`` (an error nobody expects).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from metainfer.core.step import Segment, StepPlan
+from metainfer.engine import process
+from metainfer.engine.engine import Engine
+
+FAULTS = ("nan", "oom", "hang", "lock", "raise")
+
+
+class FaultyEngine(Engine):
+    """An engine whose device obeys orders."""
+
+    folder = Path()
+
+    def start(self) -> Any:
+        info = super().start()
+        executor: Any = self._executor
+        run, segment = executor._run, executor._segment
+        spoil = False
+
+        def faulty_run(plan: StepPlan) -> Any:
+            nonlocal spoil
+            spoil = self._ordered("nan")
+            if self._ordered("oom"):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+            if self._ordered("raise"):
+                raise ValueError("an error on order")
+            if self._ordered("hang"):
+                time.sleep(3600)
+            if self._ordered("lock"):
+                ctypes.PyDLL(None).sleep(3600)
+            return run(plan)
+
+        def faulty_segment(one: Segment) -> Any:
+            nonlocal spoil
+            if not spoil:
+                return segment(one)
+            spoil = False
+            model = executor._parts.model
+            forward = model.forward
+
+            def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+                hidden = forward(*args, **kwargs)
+                hidden[: len(one.ranks[0].runs[0].tokens)] = float("nan")
+                return hidden
+
+            model.forward = broken
+            try:
+                return segment(one)
+            finally:
+                del model.forward
+
+        executor._run, executor._segment = faulty_run, faulty_segment
+        return info
+
+    def _ordered(self, fault: str) -> bool:
+        try:
+            (self.folder / fault).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+
+if __name__ == "__main__":
+    FaultyEngine.folder = Path(sys.argv.pop(1))
+    sys.exit(process.main(FaultyEngine))
