@@ -144,6 +144,23 @@ def supported(
     return fields
 
 
+def missing(param: str) -> RequestError:
+    """A field that must be there."""
+    return RequestError(
+        f"{param} is missing.", "Add it.", param=param, code="missing_required_parameter"
+    )
+
+
+def unsupported(where: str, what: object, remedy: str) -> RequestError:
+    """What `where` says is known and not done here."""
+    return RequestError(
+        f"{where} {str(what)[:100]!r} is not supported.",
+        remedy,
+        param=where,
+        code="unsupported_parameter",
+    )
+
+
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
     # 0 == False and 1 == True in Python; in JSON they differ.
     return any(type(value) is type(other) and value == other for other in neutral)
@@ -207,12 +224,10 @@ def _invalid(message: str) -> RequestError:
     found = _PATH.search(message)
     path = found.group(2) if found else ""
     text = message[: found.start()] if found else message
-    missing = _MISSING.search(text)
-    if missing:
-        param = f"{path}.{missing.group(1)}".lstrip(".")
-        return RequestError(
-            f"{param} is missing.", "Add it.", param=param, code="missing_required_parameter"
-        )
+    lacking = _MISSING.search(text)
+    if lacking:
+        param = f"{path}.{lacking.group(1)}".lstrip(".")
+        return missing(param)
     unknown = _UNKNOWN.search(text)
     if unknown:
         return _unknown(unknown.group(1), f"{path}.{unknown.group(1)}".lstrip("."), set())

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from metainfer.core.errors import RequestError
-from metainfer.server.bodies import Rules, supported
+from metainfer.server.bodies import Rules, missing, supported, unsupported
 from metainfer.server.dialects.names import Names
 from metainfer.server.schemas import (
     MAX_MESSAGES,
@@ -179,7 +179,6 @@ _TOOL: dict[str, tuple[object, ...]] = {
     "input_examples": (None, []),
     "type": (None, "custom"),
 }
-_KNOWN = ("text", "thinking", "tool_use", "tool_result")
 #: Blocks of other APIs' features: media, hosted tools, reasoning that only its maker can read.
 _BLOCKS = (
     "advisor_tool_result", "bash_code_execution_tool_result", "browser_state",
@@ -200,18 +199,9 @@ def _shape(fields: dict[str, Any]) -> None:
     for place, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "custom":
-            raise _unsupported(
+            raise unsupported(
                 f"tools[{place}].type", kind, "Send tools with input_schema, and run them yourself."
             )
-
-
-def _unsupported(where: str, what: object, remedy: str) -> RequestError:
-    return RequestError(
-        f"{where} {str(what)[:100]!r} is not supported.",
-        remedy,
-        param=where,
-        code="unsupported_parameter",
-    )
 
 
 def _message(where: str, value: Any) -> Any:
@@ -229,8 +219,10 @@ def _blocks(where: str, value: Any) -> Any:
 def _block(where: str, value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    if value.get("type") in _BLOCKS:
-        raise _unsupported(
+    if "type" not in value:
+        raise missing(f"{where}.type")
+    if value["type"] in _BLOCKS:
+        raise unsupported(
             f"{where}.type", value["type"], "Send text, thinking, tool_use and tool_result blocks."
         )
     fields = supported(value, (), _BLOCK, f"{where}.")
@@ -371,12 +363,7 @@ def _parts(blocks: list[TextBlock]) -> str | list[dict[str, str]]:
 def _tool(where: str, tool: dict[str, Any]) -> dict[str, Any]:
     fields = supported(tool, (), _TOOL, f"{where}.")
     if "input_schema" not in fields:
-        raise RequestError(
-            f"{where}.input_schema is missing.",
-            "Add it.",
-            param=f"{where}.input_schema",
-            code="missing_required_parameter",
-        )
+        raise missing(f"{where}.input_schema")
     function = {
         "parameters" if name == "input_schema" else name: value
         for name, value in fields.items()
@@ -389,12 +376,7 @@ def _choice(choice: ToolChoice) -> str | dict[str, Any]:
     if choice.type != "tool":
         return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
     if choice.name is None:
-        raise RequestError(
-            "tool_choice.name is missing.",
-            "Add it.",
-            param="tool_choice.name",
-            code="missing_required_parameter",
-        )
+        raise missing("tool_choice.name")
     return {"type": "function", "function": {"name": choice.name}}
 
 

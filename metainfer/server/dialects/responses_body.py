@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from metainfer.core.errors import RequestError
-from metainfer.server.bodies import Rules, supported
+from metainfer.server.bodies import Rules, missing, supported, unsupported
 from metainfer.server.dialects.names import Names
 from metainfer.server.schemas import (
     IGNORED,
@@ -234,22 +234,13 @@ _ITEMS = (
 )  # fmt: skip
 
 
-def _unsupported(where: str, what: object, remedy: str) -> RequestError:
-    return RequestError(
-        f"{where} {str(what)[:100]!r} is not supported.",
-        remedy,
-        param=where,
-        code="unsupported_parameter",
-    )
-
-
 def _shape(fields: dict[str, Any]) -> None:
     if isinstance(fields.get("input"), list):
         fields["input"] = [_item(f"input[{i}]", item) for i, item in enumerate(fields["input"])]
     for place, tool in enumerate(_list(fields, "tools")):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
-            raise _unsupported(
+            raise unsupported(
                 f"tools[{place}].type", kind, "Send function tools, and run them yourself."
             )
     for field, neutral in (
@@ -260,7 +251,7 @@ def _shape(fields: dict[str, Any]) -> None:
             fields[field] = supported(fields[field], (), neutral, f"{field}.")
     for place, name in enumerate(_list(fields, "include")):
         if isinstance(name, str) and name != "reasoning.encrypted_content":
-            raise _unsupported(f"include[{place}]", name, "Leave it out.")
+            raise unsupported(f"include[{place}]", name, "Leave it out.")
 
 
 def _list(fields: dict[str, Any], name: str) -> list[Any]:
@@ -273,13 +264,13 @@ def _item(where: str, value: Any) -> Any:
         return value
     kind = value.get("type")
     if kind in _ITEMS:
-        raise _unsupported(
+        raise unsupported(
             f"{where}.type", kind, "Nothing is stored and no tool is run here: send whole items."
         )
     fields = supported(value, (), _ITEM, f"{where}.")
     if kind is None and "role" in fields:
         fields["type"] = "message"
-    for name in ("content", "output"):
+    for name in ("content", "output", "summary"):
         parts = fields.get(name)
         if isinstance(parts, list):
             fields[name] = [_part(f"{where}.{name}[{i}]", part) for i, part in enumerate(parts)]
@@ -289,8 +280,10 @@ def _item(where: str, value: Any) -> Any:
 def _part(where: str, value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    if value.get("type") in _PARTS:
-        raise _unsupported(f"{where}.type", value["type"], "Send text parts only.")
+    if "type" not in value:
+        raise missing(f"{where}.type")
+    if value["type"] in _PARTS:
+        raise unsupported(f"{where}.type", value["type"], "Send text parts only.")
     return {name: item for name, item in value.items() if name != "prompt_cache_breakpoint"}
 
 
@@ -387,7 +380,7 @@ def _extend(answer: dict[str, Any], where: str, item: Item) -> None:
     elif isinstance(item, ReasoningItem):
         text = "".join(part.text for part in item.content or item.summary)
         if not text and item.encrypted_content:
-            raise _unsupported(
+            raise unsupported(
                 where, "encrypted_content", "Send reasoning as text, or leave the item out."
             )
         answer["reasoning_content"] = answer.get("reasoning_content", "") + text
@@ -395,12 +388,7 @@ def _extend(answer: dict[str, Any], where: str, item: Item) -> None:
 
 def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
     if "type" not in tool:
-        raise RequestError(
-            f"tools[{place}].type is missing.",
-            "Add it.",
-            param=f"tools[{place}].type",
-            code="missing_required_parameter",
-        )
+        raise missing(f"tools[{place}].type")
     function = supported(tool, (), _TOOL, f"tools[{place}].")
     return {"type": function.pop("type"), "function": function}
 
@@ -411,7 +399,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if choice.get("type") == "function":
         return _named("tool_choice", choice)
     if choice.get("type") != "allowed_tools":
-        raise _unsupported(
+        raise unsupported(
             "tool_choice.type",
             choice.get("type"),
             "Use 'auto', 'none', 'required', a function or allowed_tools of functions.",
@@ -441,12 +429,7 @@ def _format(text: TextConfig | None) -> dict[str, Any] | None:
     if form is None or form.type != "json_schema":
         return None if form is None else {"type": form.type}
     if form.schema is None:
-        raise RequestError(
-            "text.format.schema is missing.",
-            "Add it, or use the type 'json_object'.",
-            param="text.format.schema",
-            code="missing_required_parameter",
-        )
+        raise missing("text.format.schema")
     wrapper = {
         "name": form.name,
         "schema": form.schema,
