@@ -2,69 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
-from metainfer.cli import output
-from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json, parse_size
+from metainfer.cli import output, settings
+from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
 from metainfer.cli.output import Result
-from metainfer.core import env
+from metainfer.cli.server_flags import NO_SERVER_FLAGS, ServerFlags
 from metainfer.core.errors import UsageError
+from metainfer.core.intent import MAX_PENDING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from metainfer.core.intent import Intent
     from metainfer.engine.model_text import TextTools
     from metainfer.engine.protocol import EngineInfo
     from metainfer.server.state import ServerConfig
-
-SERVER = Group("Server", sort_key=1)
-
-
-def _flag(*names: str, text: str) -> Parameter:
-    return Parameter(name=names, help=text, group=SERVER, negative="")
 
 
 def serve(
     model: Annotated[str, Parameter(help="folder, .gguf file, cached name, or catalogue name")],
     /,
     *,
-    host: Annotated[str, _flag("--host", text="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, _flag("--port", text="port; 0 = any free one")] = 8000,
-    api_key: Annotated[
-        tuple[str, ...],
-        _flag(
-            "--api-key",
-            text="key a request must present (repeatable); better: METAINFER_API_KEY",
-        ),
-    ] = (),
-    admin_key: Annotated[
-        tuple[str, ...],
-        _flag("--admin-key", text="key of the admin routes (repeatable); none = they are shut"),
-    ] = (),
-    served_model_name: Annotated[
-        tuple[str, ...],
-        _flag("--served-model-name", text="name(s) clients use instead of MODEL (repeatable)"),
-    ] = (),
-    chat_template: Annotated[
-        Path | None, _flag("--chat-template", text="Jinja file instead of the model's template")
-    ] = None,
-    max_pending: Annotated[
-        int, _flag("--max-pending", text="generations queued or running; beyond it 429")
-    ] = 1024,
-    max_body: Annotated[str, _flag("--max-body", text="largest request body")] = "4MiB",
-    drain_grace: Annotated[
-        float,
-        _flag("--drain-grace", text="seconds for running requests at stop"),
-    ] = 30.0,
-    keep_alive: Annotated[
-        float, _flag("--keep-alive", text="seconds until an idle stream gets a comment")
-    ] = 15.0,
-    metrics_compat: Annotated[
-        Literal["vllm"] | None,
-        _flag("--metrics-compat", text="also give metrics under the names of: vllm"),
-    ] = None,
+    server: ServerFlags = NO_SERVER_FLAGS,
     engine: EngineFlags = NO_FLAGS,
     as_json: Json = False,
 ) -> Result:
@@ -72,78 +35,63 @@ def serve(
 
     Example: metainfer serve smollm2-135m --port 8000
     """
-    from metainfer.server.state import ServerConfig
-
-    if not 0 <= port <= 65535:
-        raise UsageError(f"--port {port} is no port.", "Pass 0 to 65535.")
-    for flag, value in (("--max-pending", max_pending), ("--keep-alive", keep_alive)):
-        if value <= 0:
-            raise UsageError(f"{flag} is {value:g}.", "Pass a positive number.")
-    if drain_grace < 0:
-        raise UsageError(f"--drain-grace is {drain_grace:g}.", "Pass 0 or more.")
-    config = ServerConfig(
-        model_names=served_model_name or (model,),
-        api_keys=_keys(api_key, "METAINFER_API_KEY"),
-        admin_keys=_keys(admin_key, "METAINFER_ADMIN_KEY"),
-        max_body_bytes=parse_size(max_body, "--max-body"),
-        max_pending=max_pending,
-        keep_alive_s=keep_alive,
-        drain_grace_s=drain_grace,
-        vllm_metrics=metrics_compat == "vllm",
-    )
+    config = server.config(model)
+    intent = engine.intent(model)
+    if config.max_pending != MAX_PENDING:
+        intent = replace(intent, max_waiting=config.max_pending)
     from metainfer.server.run import run
 
-    return Result(code=run(_serve(engine.intent(model), config, host, port, chat_template)))
+    return Result(code=run(_serve(intent, config, server)))
 
 
-def _keys(given: tuple[str, ...], variable: str) -> tuple[str, ...]:
-    named = env.get(variable)
-    return given or ((named,) if named else ())
-
-
-async def _serve(
-    intent: Intent, config: ServerConfig, host: str, port: int, chat_template: Path | None
-) -> int:
+async def _serve(intent: Intent, config: ServerConfig, flags: ServerFlags) -> int:
     import sys
 
     from metainfer.cli.clients import Screen, make_client
     from metainfer.server.app import new_state
-    from metainfer.server.run import Lifecycle, bind, describe
+    from metainfer.server.run import Lifecycle, describe, tls_context
 
-    listener = bind(host, port)  # first, so that a clash is told before minutes of loading
+    tls = tls_context(flags.ssl_certfile, flags.ssl_keyfile)
+    listener = flags.bind()  # first, so that a clash is told before minutes of loading
     out = output.current
     screen = Screen(sys.stderr if out.as_json else sys.stdout)
     screen.line(f"metainfer serve {intent.model}")
-    url = describe(listener)
+    url = describe(listener, secure=tls is not None) + config.root_path
     state = new_state(config, make_client(intent, screen))
 
     def ready(info: EngineInfo) -> None:
         screen.summary(info, url, config.model_names)
-        if not config.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
+        if not config.api_keys and flags.exposed:
             screen.line("  warning: no --api-key, and the address is reachable from other machines")
         if out.as_json:
             out.document(_ready_document(info, url, config, state.fingerprint))
 
     def text(info: EngineInfo) -> TextTools:
-        return _load_text(info, chat_template)
+        return _load_text(info, flags.chat_template)
 
-    life = Lifecycle(state, listener, load_text=text, on_ready=ready, say=screen.line)
+    life = Lifecycle(state, listener, load_text=text, on_ready=ready, say=screen.line, tls=tls)
     return await life.run()
 
 
 def _load_text(info: EngineInfo, chat_template: Path | None) -> TextTools:
-    from dataclasses import replace
-
     from metainfer.engine.model_text import load_text
 
     tools = load_text(info.model, info.vocab_size)
-    if chat_template is None:
-        return tools
-    from metainfer.text.chat import ChatTemplate
-    from metainfer.text.dialogue import JinjaFormat
+    if chat_template is not None:
+        from metainfer.text.chat import ChatTemplate
+        from metainfer.text.dialogue import JinjaFormat
 
-    template = ChatTemplate.from_file(chat_template, tools.tokenizer.special_tokens)
-    return replace(tools, format=JinjaFormat(tools.tokenizer, template))
+        template = ChatTemplate.from_file(chat_template, tools.tokenizer.special_tokens)
+        tools = replace(tools, format=JinjaFormat(tools.tokenizer, template))
+    expected, found = settings.current.answers, tools.format.markup.name
+    if expected and found not in expected:
+        raise UsageError(
+            f"The parsers that were named read {' or '.join(expected)}; this model's answers are "
+            f"of the form {found}.",
+            "Leave --tool-call-parser and --reasoning-parser out.",
+            code="unsupported_flag",
+        )
+    return tools
 
 
 def _ready_document(

@@ -141,6 +141,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias(names=("--max-queued-requests",), ours="--max-pending"),
     Alias(names=("--shutdown-timeout",), ours="--drain-grace", convert=seconds_for),
     Alias(names=("--sse-keep-alive-interval",), ours="--keep-alive", convert=seconds_for),
+    Alias(names=("--allowed-origins",), ours="--cors-origin", convert=origins),
     Alias(names=("--enable-auto-tool-choice",), already=FORMAT, takes=False),
     Alias(names=("--tool-call-parser",), already=FORMAT, convert=parser),
     Alias(names=("--reasoning-parser",), already=FORMAT, convert=parser),

@@ -11,6 +11,9 @@ from dataclasses import MISSING, dataclass, field, fields
 
 from metainfer.core.ledger import Origin
 
+MAX_PENDING = 1024
+"""Requests that may be queued or running, where nobody says otherwise."""
+
 GOALS = ("throughput", "latency", "ttft", "context")
 
 DECISIONS: Mapping[str, str] = {
@@ -20,6 +23,7 @@ DECISIONS: Mapping[str, str] = {
     "dtype": "model.dtype",
     "context": "limits.max_context",
     "concurrency": "limits.max_running",
+    "max_waiting": "limits.max_waiting",
     "kv_bytes": "kv_tokens",
     "memory_share": "kv_tokens",
     "page_tokens": "kv_groups",
@@ -41,17 +45,18 @@ DECISIONS: Mapping[str, str] = {
 class Intent:
     """A user's wishes for one engine.
 
-    `model`: a model reference. `platform`: ``auto`` or a platform's name. `dtype`: activation type
-    (``float32``, ``bfloat16`` ...). `context`: tokens one sequence must be able to hold.
-    `concurrency`: sequences running at once. `kv_bytes`: device memory for the cache.
-    `memory_share`: the part of the device's memory that may be used, above 0 up to 1.
-    `chunk_tokens`: most tokens in a step. `threads`: CPU threads. `ops`: op or site ->
-    implementation. `layouts`: role -> layout id. `allow_fallback`: ops that may take a reference
-    path. `parallel`: how cards share the model (``single``, ``tp8``, ``ep8`` ...), by name.
-    `adapters`: name -> folder of a LoRA adapter. `prefix_cache`: reuse of cached prefixes. `draft`:
-    speculation, ``off``, ``ngram:N`` or ``mtp:N``. `model_options`: switches of the model's
-    family, where its published code and its deployments differ. `said`: field -> where its value
-    came from, in words, where it was not simply a flag.
+    `model`: a model reference. `platform`: ``auto`` or a platform's name. `dtype`: activation
+    type (``float32``, ``bfloat16`` ...). `context`: tokens one sequence must be able to hold.
+    `concurrency`: sequences running at once. `max_waiting`: requests that may wait beside them.
+    `kv_bytes`: device memory for the cache. `memory_share`: the part of the device's memory
+    that may be used, above 0 up to 1. `chunk_tokens`: most tokens in a step. `threads`: CPU
+    threads. `ops`: op or site -> implementation. `layouts`: role -> layout id.
+    `allow_fallback`: ops that may take a reference path. `parallel`: how cards share the model
+    (``single``, ``tp8``, ``ep8`` ...), by name. `adapters`: name -> folder of a LoRA adapter.
+    `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
+    ``mtp:N``. `model_options`: switches of the model's family, where its published code and its
+    deployments differ. `said`: field -> where its value came from, in words, where it was not
+    simply a flag.
     """
 
     model: str
@@ -60,6 +65,7 @@ class Intent:
     dtype: str | None = None
     context: int | None = None
     concurrency: int | None = None
+    max_waiting: int | None = None
     kv_bytes: int | None = None
     memory_share: float | None = None
     page_tokens: int | None = None

@@ -9,6 +9,7 @@ says nothing about them.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -19,6 +20,7 @@ from functools import cache
 from typing import Any
 
 from metainfer.core.errors import RequestError
+from metainfer.server import deadline
 from metainfer.server.errors import error_response, internal, speaks_anthropic
 from metainfer.server.state import ServerConfig
 
@@ -127,6 +129,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        self._strip(scope)
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given if _is_plain(given) else uuid.uuid4().hex.encode()
@@ -153,6 +156,13 @@ class Gate:
             if not started:
                 await error_response(failure, scope["path"])(scope, receive, tagged)
 
+    def _strip(self, scope: Scope) -> None:
+        """Take the proxy's path off, where the proxy left it on: levels are of our own paths."""
+        root = self._config.root_path
+        if root and (scope["path"] + "/").startswith(root + "/"):
+            scope["path"] = scope["path"][len(root) :] or "/"
+            scope["raw_path"] = scope["path"].encode()
+
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if len(scope["headers"]) > self._config.max_headers:
             raise RequestError(
@@ -162,6 +172,7 @@ class Gate:
                 code="too_many_headers",
             )
         self._check_key(level_of(scope["path"]), _key_in(headers, scope["path"]))
+        deadline.note(headers)
 
     def _check_key(self, level: Level, key: bytes) -> None:
         if level is Level.PUBLIC:
@@ -208,12 +219,26 @@ def _is_plain(value: bytes) -> bool:
     return 0 < len(value) <= 128 and all(0x21 <= byte <= 0x7E for byte in value)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, within_s: float = 60.0) -> bytes:
     """The body of a JSON request.
 
     Raises:
-        RequestError: 415 for another content type, 413 beyond `limit` bytes.
+        RequestError: 415 for another content type, 413 beyond `limit` bytes, 408 when it takes more
+            than `within_s` seconds to arrive.
     """
+    try:
+        async with asyncio.timeout(within_s):
+            return await _read_body(scope, receive, limit)
+    except TimeoutError as error:
+        raise RequestError(
+            f"The body did not arrive within {within_s:g} s.",
+            "Send it faster.",
+            status=408,
+            code="request_timeout",
+        ) from error
+
+
+async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     headers = dict(scope["headers"])
     media = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     # Not only tidiness: a web page cannot send this type to a loopback server unasked.

@@ -87,7 +87,8 @@ def _add_routes(app: Any, state: ServerState) -> None:
         app.add_api_route(path, handler, methods=["GET"], **openapi.operation(path))
 
     async def body_of(request: Request, kind: Any, rules: Rules = CHAT) -> Any:
-        raw = await read_body(request.scope, request.receive, state.config.max_body_bytes)
+        config = state.config
+        raw = await read_body(request.scope, request.receive, config.max_body_bytes, config.body_s)
         return await off_loop(len(raw) // 16, lambda: convert(parse_json(raw), kind, rules))
 
     async def chat(request: Request) -> Any:

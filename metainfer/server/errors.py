@@ -58,6 +58,10 @@ def error_response(error: RequestError, path: str = "") -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if error.status == 408:
+        headers["connection"] = "close"  # the rest of the body is not waited for
+    if error.status == 504:
+        headers["x-should-retry"] = "false"  # OpenAI's clients would send it again, in vain
     body = anthropic_body(error) if speaks_anthropic(path) else error.openai_body()
     return Response(
         msgspec.json.encode(body),

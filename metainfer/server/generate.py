@@ -12,6 +12,7 @@ from time import perf_counter
 
 from metainfer.core.errors import RequestError
 from metainfer.engine.text_stream import Delta
+from metainfer.server.deadline import arm
 from metainfer.server.prepare import Choice, Job
 from metainfer.server.state import ServerState
 
@@ -24,6 +25,7 @@ async def deltas(state: ServerState, job: Job) -> AsyncGenerator[Item, None]:
     Raises:
         RequestError: refused by the engine, or a choice failed; the other choices are cancelled.
     """
+    timer = arm(state, job)
     state.opened(len(job.choices))
     outcome = "cancelled"
     try:
@@ -36,7 +38,9 @@ async def deltas(state: ServerState, job: Job) -> AsyncGenerator[Item, None]:
         outcome = error.code
         raise
     finally:
-        state.pending -= len(job.choices)
+        if timer is not None:
+            timer.cancel()
+        state.closed(len(job.choices))
         state.metrics.request_done(job, outcome, perf_counter() - job.arrived)
 
 

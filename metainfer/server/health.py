@@ -44,6 +44,7 @@ class Health:
         stats = state.client.stats
         body = {
             "status": state.status,
+            "reason": state.reason,
             "ready": state.status == "ready",
             "phase": state.phase,
             "model": state.config.model_names[0],

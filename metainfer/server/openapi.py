@@ -66,11 +66,13 @@ _REASONS = {
     403: "The path needs the admin key.",
     404: "No such model.",
     405: "The path has no such method.",
+    408: "The body or the head came too slowly.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "The queue is full; see Retry-After.",
     431: "Too many headers.",
     500: "Our fault.",
+    504: "The request's time was over.",
     503: "Starting, draining, or the engine is gone; see Retry-After.",
 }
 
@@ -80,9 +82,9 @@ def operation(path: str) -> dict[str, Any]:
     statuses = [401, 405, 431, 500]
     generates = path in _GENERATING
     if path in _BODIES:
-        statuses += [400, 404, 413, 415, 503]
+        statuses += [400, 404, 408, 413, 415, 503]
     if generates:
-        statuses.append(429)
+        statuses += [429, 504]
     if path in ("/health", "/health/live", "/health/ready", "/ready", "/plan"):
         statuses.append(503)
     if "{" in path:
@@ -143,6 +145,10 @@ def install(app: Any, state: ServerState) -> None:
         schemas |= own
         schemas |= {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
         _narrow(schemas, state)
+        config = state.config
+        document["x-metainfer-limits"] = config.bounds.document(
+            config.max_body_bytes, config.max_headers
+        )
         components["securitySchemes"] = {
             name: {"type": "http", "scheme": "bearer"} for name in ("key", "adminKey")
         }
@@ -162,6 +168,7 @@ def _narrow(schemas: dict[str, Any], state: ServerState) -> None:
     names = list(state.config.model_names)
     for kind in _BODIES.values():
         properties = schemas[kind.__name__]["properties"]
+        state.config.bounds.narrow(properties)
         named = {"type": "string", "enum": names}
         optional = "anyOf" in properties["model"]
         properties["model"] = {"anyOf": [named, {"type": "null"}]} if optional else named

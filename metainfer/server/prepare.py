@@ -148,6 +148,7 @@ async def chat_job(
     """
     info, text = state.serving()
     check_model(state.config, body.model)
+    state.config.bounds.check(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError(
             "top_logprobs is given without logprobs.", "Set logprobs to true.", param="top_logprobs"
@@ -194,6 +195,7 @@ async def completion_job(state: ServerState, body: CompletionRequest, arrived: f
     """The job of a legacy completion request, one prompt or many."""
     info, text = state.serving()
     check_model(state.config, body.model)
+    state.config.bounds.check(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError(
             "best_of differs from n.",
@@ -269,8 +271,9 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
             )
         job.usage_at_end = bool(body.stream_options.include_usage)
         job.usage_always = bool(body.stream_options.continuous_usage_stats)
-    for place, prompt in enumerate(asked.prompts):
-        limit = _max_tokens(prompt, asked, info)
+    limits = [_max_tokens(prompt, asked, info) for prompt in asked.prompts]
+    state.config.bounds.check_total(n * sum(limits))
+    for place, (prompt, limit) in enumerate(zip(asked.prompts, limits, strict=True)):
         params = sampling_params(body, limit, asked.logprobs, asked.prompt_logprobs, asked.grammar)
         params.check(info.vocab_size)
         request = Request(
@@ -278,7 +281,7 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
             prompt=prompt,
             params=params,
             eos_token_ids=info.eos_token_ids,
-            priority=body.priority or 0,
+            priority=state.priority(body.priority),
             cache_salt=body.cache_salt or "",
         )
         for engine_request in expand(request, n):

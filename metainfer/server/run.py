@@ -14,8 +14,10 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metainfer.core.errors import UserError
@@ -68,6 +70,72 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def bind_unix(path: Path) -> socket.socket:
+    """A listening Unix socket, for its owner only. One that nobody listens on is replaced.
+
+    Raises:
+        UserError: somebody listens there, or it cannot be made.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            _refuse_if_alive(path)
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(0o600)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"The socket {path} cannot be made: {error.strerror or error}.",
+            "Pass --uds with a path in a folder of yours.",
+            code="bad_address",
+        ) from error
+    except UserError:
+        listener.close()
+        raise
+    listener.listen(1024)
+    listener.setblocking(False)
+    return listener
+
+
+def _refuse_if_alive(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return
+    raise UserError(
+        f"The socket {path} is in use.",
+        "Stop the program that holds it, or pass another path.",
+        code="port_in_use",
+    )
+
+
+def tls_context(certfile: Path | None, keyfile: Path | None) -> ssl.SSLContext | None:
+    """The context of an HTTPS server; None without a certificate.
+
+    Raises:
+        UserError: the files cannot be read or do not belong together.
+    """
+    if certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certfile, keyfile, password=_no_password)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The certificate {certfile} cannot be used: {error}.",
+            "Pass --ssl-certfile and --ssl-keyfile with PEM files that belong together.",
+            code="bad_certificate",
+        ) from error
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("its key has a password")
+
+
 class Lifecycle:
     """Runs one server to its end; `run` returns the exit code."""
 
@@ -79,12 +147,14 @@ class Lifecycle:
         load_text: Callable[[EngineInfo], TextTools],
         on_ready: Callable[[EngineInfo], None] = lambda info: None,
         say: Callable[[str], None] = _log.info,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._state = state
         self._listener = listener
         self._load_text = load_text
         self._on_ready = on_ready
         self._say = say
+        self._tls = tls
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -94,7 +164,7 @@ class Lifecycle:
         Raises:
             UserError: the engine refused to start.
         """
-        server = _uvicorn(self._state)
+        server = _uvicorn(self._state, self._tls)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -112,7 +182,7 @@ class Lifecycle:
             server.force_exit = server.force_exit or self._stop_now.is_set()
             with suppress(TimeoutError, asyncio.CancelledError):
                 await asyncio.wait_for(http, _FLUSH_S)
-            self._listener.close()
+            _close(self._listener)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
@@ -185,7 +255,14 @@ async def _unless(event: asyncio.Event, work: Any) -> Any:
         waiting.cancel()
 
 
-def _uvicorn(state: ServerState) -> Any:
+def _close(listener: socket.socket) -> None:
+    name = listener.getsockname() if listener.family == socket.AF_UNIX else ""
+    listener.close()
+    if name:
+        Path(name).unlink(missing_ok=True)
+
+
+def _uvicorn(state: ServerState, tls: ssl.SSLContext | None) -> Any:
     import uvicorn
 
     from metainfer.server.app import create_app
@@ -197,7 +274,7 @@ def _uvicorn(state: ServerState) -> Any:
             yield  # signals are ours
 
     config = uvicorn.Config(
-        create_app(state),
+        _with_cors(create_app(state), state.config.cors_origins),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -208,7 +285,24 @@ def _uvicorn(state: ServerState) -> Any:
         http=BoundedProtocol,
         ws="none",
     )
+    config.load()
+    config.ssl = tls
     return Server(config)
+
+
+def _with_cors(app: Any, origins: tuple[str, ...]) -> Any:
+    """`app`, which pages of `origins` may call; the browser asks before it has a key."""
+    if not origins:
+        return app
+    from starlette.middleware.cors import CORSMiddleware
+
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 def run(main: Any) -> Any:
@@ -220,9 +314,12 @@ def run(main: Any) -> Any:
     return uvloop.run(main)
 
 
-def describe(listener: socket.socket) -> str:
+def describe(listener: socket.socket, *, secure: bool = False) -> str:
     """The base URL of `listener`, for people."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}:"
+    scheme = "https" if secure else "http"
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = os.uname().nodename
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-MAX_MESSAGES = 4096
+MAX_MESSAGES = 65_536  # ceilings; `bounds` has what is in force
 MAX_PROMPTS = 128
 MAX_TOKENS = 2**31 - 1
 
@@ -23,14 +23,14 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-Choices = Annotated[int, Meta(ge=1, le=16)]
-Stop = Annotated[str, Meta(min_length=1, max_length=256)]
-Stops = Stop | Annotated[list[Stop], Meta(max_length=16)]
+Choices = Annotated[int, Meta(ge=1, le=256)]
+Stop = Annotated[str, Meta(min_length=1, max_length=4096)]
+Stops = Stop | Annotated[list[Stop], Meta(max_length=256)]
 Bias = Annotated[
     dict[Annotated[str, Meta(pattern="^[0-9]{1,10}$")], Annotated[float, Meta(ge=-100, le=100)]],
-    Meta(max_length=1024),
+    Meta(max_length=65_536),
 ]
-Salt = Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")]
+Salt = Annotated[str, Meta(max_length=1024, pattern=r"^[^@/\\\x00]*$")]
 Label = Annotated[str, Meta(max_length=512)]
 
 
@@ -143,7 +143,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prefix: bool | None = None
 
 
-Tools = Annotated[list[Tool], Meta(max_length=128)]
+Tools = Annotated[list[Tool], Meta(max_length=4096)]
 Variables = Annotated[dict[str, Any], Meta(max_length=64)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from metainfer.core.digest import digest
 from metainfer.core.errors import RequestError
+from metainfer.core.intent import MAX_PENDING
 from metainfer.engine.protocol import EngineClient, EngineInfo
+from metainfer.server.bounds import Bounds
 from metainfer.server.recent import History
 
 if TYPE_CHECKING:
@@ -17,22 +20,35 @@ if TYPE_CHECKING:
     from metainfer.server.reply import KeepAlive
 
 
+_RATE_S = 60.0
+"""How long an ended generation counts for the rate at which places become free."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Limits and switches of one server. Sizes in bytes, times in seconds.
 
     `api_keys` open the routes of level USER (none: anyone), `admin_keys` all routes (none: nobody
-    opens those of level ADMIN). `max_pending` bounds choices that are queued or running; more get
-    429 ``queue_full``. `stall_s`: with work at hand and no step for this long, the server is not
-    ready. `vllm_metrics` adds vLLM's names to ``/metrics``.
+    opens those of level ADMIN). `cors_origins`: pages that may call. `root_path`: under which a
+    proxy shows the server. `max_pending` bounds choices that are queued or running; more get
+    429 ``queue_full``. `bounds`: of requests. `body_s`: in which a body must be here.
+    `request_timeout_s`: of requests that name none. `higher_first`: a higher priority runs first.
+    `stall_s`: with work at hand and no step for this long, the server is not ready. `vllm_metrics`
+    adds vLLM's names to ``/metrics``.
     """
 
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    root_path: str = ""
     max_body_bytes: int = 4 * 2**20
     max_headers: int = 256
-    max_pending: int = 1024
+    max_pending: int = MAX_PENDING
+    bounds: Bounds = field(default_factory=Bounds)
+    body_s: float = 60.0
+    request_timeout_s: float | None = None
+    higher_first: bool = False
     keep_alive_s: float = 15.0
     drain_grace_s: float = 30.0
     stall_s: float = 120.0
@@ -54,6 +70,7 @@ class ServerState:
     phase: str = "starting"
     draining: bool = False
     pending: int = 0
+    ended: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=256))
     busy_since: float = 0.0
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -85,11 +102,42 @@ class ServerState:
         heard = getattr(self.client, "last_heard", self.busy_since)
         return time.monotonic() - max(heard, self.busy_since)
 
+    @property
+    def reason(self) -> str:
+        """Why the status is what it is, in one sentence."""
+        causes = {
+            "starting": f"The model is still loading ({self.phase}).",
+            "ready": "Requests are served.",
+            "draining": "The server is shutting down and takes no new requests.",
+            "engine_dead": "The engine process ended.",
+            "stalled": f"The engine has given no result for {self.silent_s:.0f} s.",
+        }
+        return causes[self.status]
+
+    def priority(self, given: int | None) -> int:
+        """The scheduler's priority, in which lower runs first."""
+        return -(given or 0) if self.config.higher_first else given or 0
+
     def opened(self, choices: int) -> None:
         """`choices` generations begin."""
         if not self.pending:
             self.busy_since = time.monotonic()
         self.pending += choices
+
+    def closed(self, choices: int) -> None:
+        """`choices` generations are over."""
+        self.pending -= choices
+        self.ended.append((time.monotonic(), choices))
+
+    def retry_after_s(self, choices: int) -> float:
+        """Seconds until `choices` places are free, at the rate at which the latest became free;
+        from 1 to 60, and 5 where nothing was measured yet."""
+        now = time.monotonic()
+        recent = [(at, count) for at, count in self.ended if now - at < _RATE_S]
+        if len(recent) < 2:
+            return 5.0
+        freed = sum(count for _, count in recent)
+        return min(max(choices * (now - recent[0][0]) / freed, 1.0), 60.0)
 
     def serving(self) -> tuple[EngineInfo, TextTools]:
         """The model's facts and text side.
@@ -100,14 +148,8 @@ class ServerState:
         status = self.status
         if status == "ready" and self.info is not None and self.text is not None:
             return self.info, self.text
-        causes = {
-            "starting": f"The model is still loading ({self.phase}).",
-            "draining": "The server is shutting down and takes no new requests.",
-            "engine_dead": "The engine process ended.",
-            "stalled": f"The engine has given no result for {self.silent_s:.0f} s.",
-        }
         raise RequestError(
-            causes.get(status, status),
+            self.reason,
             "Send the request again later.",
             status=503,
             error_type="server_error",
@@ -126,5 +168,5 @@ class ServerState:
                 status=429,
                 error_type="rate_limit_error",
                 code="queue_full",
-                retry_after_s=1.0,
+                retry_after_s=self.retry_after_s(self.pending + choices - self.config.max_pending),
             )

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from metainfer.cli import config_file, settings
 from metainfer.cli.declared import Verbs
-from metainfer.cli.flags import EngineFlags
 from metainfer.cli.main import build
+from metainfer.cli.server_flags import ServerFlags
 from metainfer.core.errors import UsageError
 from metainfer.core.ledger import Origin
 
@@ -54,9 +54,13 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def bound(made: settings.Settings) -> Any:
+def bound(made: settings.Settings) -> dict[str, Any]:
+    """What the parser makes of it: every field by name, those of the two groups of flags too."""
     _, found, _ = APP.parse_args(made.words, exit_on_error=False, print_error=False)
-    return found.arguments
+    fields: dict[str, Any] = {}
+    for name, value in ({"server": ServerFlags()} | found.arguments).items():
+        fields |= vars(value) if name in ("engine", "server") else {name: value}
+    return fields
 
 
 @pytest.mark.parametrize(("name", "text"), [("s.toml", TOML), ("s.yaml", YAML)])
@@ -69,9 +73,8 @@ def test_a_file_sets_flags_and_every_value_knows_its_line(
     found = bound(made)
     assert (found["port"], found["keep_alive"]) == (9, 2.5)
     assert found["served_model_name"] == ("a", "b")
-    engine: EngineFlags = found["engine"]
-    assert (engine.context, engine.concurrency, engine.no_prefix_cache) == (4096, 3, True)
-    assert engine.op == ("linear=linear/torch",)
+    assert (found["context"], found["concurrency"], found["no_prefix_cache"]) == (4096, 3, True)
+    assert found["op"] == ("linear=linear/torch",)
     lines = text.splitlines()
     for flag, key in (
         ("--context", "context"), ("--concurrency", "max-num-seqs"), ("--op", "op"),
@@ -105,7 +108,7 @@ def test_the_environment_is_between_file_and_command_line(
     assert bound(settings.gather(words, VERBS))["api_key"] == ("of the file",)
     monkeypatch.setenv("METAINFER_API_KEY", "of the environment")
     made = settings.gather(words, VERBS)
-    assert "api_key" not in bound(made)  # `serve` reads the variable
+    assert bound(made)["api_key"] == ()  # `serve` reads the variable
     setting = made.given["--api-key"]
     assert (setting.origin, setting.shown) == (Origin.ENV, "(secret)")
     made = settings.gather([*words, "--api-key", "mine"], VERBS)
@@ -217,10 +220,9 @@ def test_every_value_arrives_as_if_it_were_typed(
     path.write_text(body)
     made = settings.gather(["serve", "m", "--config", str(path)], VERBS)
     arguments = bound(made)
-    engine = arguments["engine"]
     for flag in FLAGS:
         if flag.name in wanted and wanted[flag.name] not in (False, []):
-            found = arguments.get(flag.field, getattr(engine, flag.field, None))
+            found = arguments[flag.field]
             value = wanted[flag.name]
             typed = tuple(value) if isinstance(value, list) else value
             assert found == typed or str(found) == typed, flag.name

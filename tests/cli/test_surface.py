@@ -22,9 +22,11 @@ ENGINE = {
 SAMPLING = {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed"}
 FLAGS: dict[tuple[str, ...], set[str]] = {
     ("serve",): ENGINE | {
-        "--host", "--port", "--api-key", "--admin-key", "--served-model-name", "--chat-template",
-        "--max-pending",
-        "--max-body", "--drain-grace", "--keep-alive",
+        "--host", "--port", "--uds", "--root-path", "--ssl-certfile", "--ssl-keyfile",
+        "--api-key", "--api-key-file", "--admin-key", "--cors-origin",
+        "--max-pending", "--max-body", "--max-headers", "--limit", "--request-timeout",
+        "--body-timeout", "--priority-order", "--drain-grace", "--keep-alive",
+        "--served-model-name", "--chat-template",
         "--metrics-compat", "--json",
     },
     ("generate",): ENGINE | SAMPLING | {"--prompt", "--stop", "--chat", "--json"},

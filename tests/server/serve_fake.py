@@ -15,7 +15,8 @@ from fake_texts import TEXTS
 from metainfer.core.errors import UserError
 from metainfer.core.intent import Intent
 from metainfer.engine.client import ProcessClient
-from metainfer.server.run import Lifecycle, bind, describe, run
+from metainfer.server.bounds import Bounds
+from metainfer.server.run import Lifecycle, bind, bind_unix, describe, run, tls_context
 from metainfer.server.state import ServerConfig
 
 FAKE = Path(__file__).with_name("fake_engine.py")
@@ -24,7 +25,8 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 async def serve(options: argparse.Namespace, engine: list[str]) -> int:
     from metainfer.server.app import new_state
 
-    listener = bind("127.0.0.1", options.port)
+    listener = bind_unix(options.uds) if options.uds else bind("127.0.0.1", options.port)
+    tls = tls_context(options.cert, None)
     client = ProcessClient(Intent(model="fake"), command=[sys.executable, str(FAKE), *engine])
     config = ServerConfig(
         ("fake", "alias"),
@@ -35,11 +37,18 @@ async def serve(options: argparse.Namespace, engine: list[str]) -> int:
         drain_grace_s=options.grace,
         stall_s=options.stall,
         vllm_metrics=options.vllm_metrics,
+        bounds=Bounds({name: int(n) for name, _, n in (x.partition("=") for x in options.limit)}),
+        request_timeout_s=options.request_timeout,
+        body_s=options.body_timeout,
+        higher_first=options.higher_first,
+        cors_origins=tuple(options.cors),
+        root_path=options.root_path,
     )
     state = new_state(config, client)
 
     def ready(info: object) -> None:
-        print(json.dumps({"url": describe(listener), "engine": client.pid}), flush=True)
+        url = describe(listener, secure=tls is not None)
+        print(json.dumps({"url": url, "engine": client.pid}), flush=True)
 
     print(json.dumps({"url": describe(listener), "engine": -1}), flush=True)
     life = Lifecycle(
@@ -48,6 +57,7 @@ async def serve(options: argparse.Namespace, engine: list[str]) -> int:
         load_text=lambda info: TEXTS[options.text](info.vocab_size),
         on_ready=ready,
         say=lambda text: print(text, file=sys.stderr, flush=True),
+        tls=tls,
     )
     return await life.run()
 
@@ -65,6 +75,14 @@ def main() -> int:
     parser.add_argument("--keep-alive", type=float, default=15.0)
     parser.add_argument("--grace", type=float, default=10.0)
     parser.add_argument("--stall", type=float, default=120.0)
+    parser.add_argument("--limit", action="append", default=[])
+    parser.add_argument("--request-timeout", type=float)
+    parser.add_argument("--body-timeout", type=float, default=60.0)
+    parser.add_argument("--higher-first", action="store_true")
+    parser.add_argument("--cors", action="append", default=[])
+    parser.add_argument("--root-path", default="")
+    parser.add_argument("--uds", type=Path)
+    parser.add_argument("--cert", type=Path)
     parser.add_argument("--vllm-metrics", action="store_true")
     parser.add_argument("--text", choices=list(TEXTS), default="bytes")
     try:
