@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from metainfer.core.errors import RefusedError, UsageError
-from metainfer.core.intent import DECISIONS, GOALS, Intent
+from metainfer.core.intent import DECISIONS, GOALS, MAX_PENDING, Intent
 from metainfer.core.ledger import Decision, DecisionLedger, Loser, Origin
 from metainfer.core.plan import DraftPlan, GroupPlan, Limits, ModelPlan, OpPlan, Plan
 from metainfer.core.step import Phase
@@ -149,15 +149,14 @@ class _Resolver:
             Origin.SEED if mixed < step else Origin.DERIVED,
             "bounds how long a prompt can hold up running answers",
         )
-        self.ledger.record(
-            "limits.max_waiting", 4096, Origin.DEFAULT, "further requests get 503 and retry"
-        )
+        why = "further requests get 429 and retry"
+        waiting = self.number("max_waiting", "limits.max_waiting", MAX_PENDING, why, Origin.DEFAULT)
         return Limits(
             max_context=context,
             max_running=running,
             step_tokens=step,
             mixed_prefill_tokens=mixed,
-            max_waiting=4096,
+            max_waiting=waiting,
         )
 
     def record_running(self, running: int) -> None:
