@@ -44,7 +44,7 @@ def new_state(config: ServerConfig, client: EngineClient) -> ServerState:
     state: ServerState
     metrics = Metrics(
         config.model_names[0],
-        lambda: client.stats,
+        lambda: state.client.stats,
         lambda: state.status,
         vllm_names=config.vllm_metrics,
     )

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import time
 import ssl
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from metainfer.engine.model_text import TextTools
-    from metainfer.engine.protocol import EngineInfo
+    from metainfer.engine.protocol import EngineClient, EngineInfo
+    from metainfer.server.restarts import Restarts
     from metainfer.server.state import ServerState
 
 _log = logging.getLogger("metainfer.server")
@@ -147,6 +149,7 @@ class Lifecycle:
         load_text: Callable[[EngineInfo], TextTools],
         on_ready: Callable[[EngineInfo], None] = lambda info: None,
         say: Callable[[str], None] = _log.info,
+        renew: Callable[[], EngineClient] | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._state = state
@@ -154,6 +157,7 @@ class Lifecycle:
         self._load_text = load_text
         self._on_ready = on_ready
         self._say = say
+        self._renew = renew
         self._tls = tls
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -190,26 +194,68 @@ class Lifecycle:
         self._stop.set()
 
     async def _serve(self, server: Any) -> int:
-        client = self._state.client
+        state = self._state
         try:
-            info = await _unless(self._stop, client.start())
-            if info is None:
+            up = await self._bring_up()
+            while up:
+                client: Any = state.client
+                await _any(self._stop, client.died)
+                if not client.died.is_set():
+                    await self._drain()
+                    server.should_exit = True
+                    return 0
+                up = await self._bring_back()
+            if self._stop.is_set():
                 return 0
-            tools = await asyncio.to_thread(self._load_text, info)
-            self._state.engine_ready(info, tools)
-            self._on_ready(info)
-            died: asyncio.Event = client.died  # type: ignore[attr-defined]
-            await _any(self._stop, died)
-            if died.is_set():
-                self._say("The engine process ended; the server stops.")
-                await self._finish_open(_FLUSH_S)
-                return 1
-            await self._drain()
-            server.should_exit = True
-            return 0
+            await self._finish_open(_FLUSH_S)
+            return 1
         finally:
             now = self._stop_now.is_set()
-            await client.close(drain=False, grace_s=0.0 if now else 5.0)
+            await state.client.close(drain=False, grace_s=0.0 if now else 5.0)
+
+    async def _bring_up(self) -> bool:
+        """Start the engine; False when a signal came first."""
+        state = self._state
+        info = await _unless(self._stop, state.client.start())
+        if info is None:
+            return False
+        same = state.info is not None and state.info.model == info.model
+        text = state.text if same else None
+        state.engine_ready(info, text or await asyncio.to_thread(self._load_text, info))
+        self._on_ready(info)
+        client: Any = state.client
+        pause = state.restarts.next_pause_s
+        if self._renew is not None and pause is not None:
+            client.retry_after_s = pause + sum(seconds for _, seconds in info.start_phases)
+        return True
+
+    async def _bring_back(self) -> bool:
+        """Start the engine again after its death, as often as may be; False when that is over."""
+        state, lost = self._state, time.monotonic()
+        cause = str(getattr(state.client, "cause", ""))
+        while True:
+            pause = state.restarts.died(cause)
+            if self._renew is None or pause is None:
+                self._say(_last_words(state.restarts, cause))
+                state.restarting = ""
+                return False
+            self._say(f"The engine ended ({cause}); it is started again in {pause:g} s.")
+            state.restarting = cause
+            state.back_at = time.monotonic() + (getattr(state.client, "retry_after_s", 0) or pause)
+            await state.client.close(drain=False, grace_s=0.0)
+            if await _unless(self._stop, asyncio.sleep(pause, True)) is None:
+                return False
+            state.client = self._renew()
+            try:
+                if not await self._bring_up():
+                    return False
+            except UserError as error:
+                cause = str(error)
+                continue
+            state.restarting = ""
+            state.restarts.ready(time.monotonic() - lost)
+            self._say(f"Ready again after {state.restarts.last_s:.1f} s.")
+            return True
 
     async def _drain(self) -> None:
         state = self._state
@@ -228,6 +274,15 @@ class Lifecycle:
         until = loop.time() + seconds
         while self._state.pending and loop.time() < until and not self._stop_now.is_set():
             await asyncio.sleep(_POLL_S)
+
+
+def _last_words(restarts: Restarts, cause: str) -> str:
+    if restarts.most == 0 or restarts.deaths < 2:
+        return f"The engine ended ({cause}); the server stops."
+    return (
+        f"The engine ended {restarts.deaths} times within ten minutes; the server stops. "
+        f"First cause: {restarts.first_cause}."
+    )
 
 
 async def _any(*events: asyncio.Event) -> None:

@@ -13,6 +13,7 @@ from metainfer.core.intent import MAX_PENDING
 from metainfer.engine.protocol import EngineClient, EngineInfo
 from metainfer.server.bounds import Bounds
 from metainfer.server.recent import History
+from metainfer.server.restarts import Restarts
 
 if TYPE_CHECKING:
     from metainfer.engine.model_text import TextTools
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 _RATE_S = 60.0
 """How long an ended generation counts for the rate at which places become free."""
+
+
+_CODES = {"starting": "loading", "restarting": "engine_dead"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,9 @@ class ServerState:
     fingerprint: str = ""
     phase: str = "starting"
     draining: bool = False
+    restarting: str = ""  # why the engine is being started again
+    back_at: float = 0.0  # when it should be ready again (monotonic seconds)
+    restarts: Restarts = field(default_factory=lambda: Restarts(0))
     pending: int = 0
     ended: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=256))
     busy_since: float = 0.0
@@ -85,14 +92,22 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """One word: ``starting``, ``ready``, ``draining``, ``stalled`` or ``engine_dead``."""
+        """One word: ``starting``, ``ready``, ``draining``, ``stalled``, ``restarting`` or
+        ``engine_dead``."""
         if self.info is None:
             return "starting"
+        if self.restarting:
+            return "restarting"
         if not self.client.alive:
             return "engine_dead"
         if self.draining:
             return "draining"
-        return "stalled" if self.silent_s > self.config.stall_s else "ready"
+        return "stalled" if self.hung or self.silent_s > self.config.stall_s else "ready"
+
+    @property
+    def hung(self) -> str:
+        """The step that hangs, if one does."""
+        return str(getattr(self.client, "hung", ""))
 
     @property
     def silent_s(self) -> float:
@@ -105,12 +120,16 @@ class ServerState:
     @property
     def reason(self) -> str:
         """Why the status is what it is, in one sentence."""
+        phase = getattr(self.client, "phase", "")
         causes = {
             "starting": f"The model is still loading ({self.phase}).",
             "ready": "Requests are served.",
             "draining": "The server is shutting down and takes no new requests.",
             "engine_dead": "The engine process ended.",
-            "stalled": f"The engine has given no result for {self.silent_s:.0f} s.",
+            "restarting": f"The engine ended ({self.restarting}) and is started again ({phase}).",
+            "stalled": f"The engine hangs: {self.hung}."
+            if self.hung
+            else f"The engine has given no result for {self.silent_s:.0f} s.",
         }
         return causes[self.status]
 
@@ -153,8 +172,8 @@ class ServerState:
             "Send the request again later.",
             status=503,
             error_type="server_error",
-            code=status if status != "starting" else "loading",
-            retry_after_s=5.0,
+            code=_CODES.get(status, status),
+            retry_after_s=max(1.0, self.back_at - time.monotonic()) if self.restarting else 5.0,
         )
 
     def admit(self, choices: int) -> None:
