@@ -8,7 +8,7 @@ SIDE := .cache
 TRITONS := $(SIDE)/triton-3.6.0 $(SIDE)/triton-3.7.1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types quick bench wheel clean
+.PHONY: help demo test lint types quick bench browser wheel clean
 
 help: ## list targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -32,6 +32,9 @@ quick: $(VENV)/.dev ## the tests that need no model: under a minute
 
 bench: $(VENV)/.dev ## beside transformers, in one run; minutes
 	$(BIN)/metainfer bench offline smollm2-135m --against transformers
+
+browser: $(VENV)/.dev ## the live page in Debian's chromium, driven by node (npm registry); minutes
+	$(BIN)/python tests/browser/drive.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed") if sys.version_info < (3, 11) else 0'

@@ -1,4 +1,4 @@
-// Small line charts over the last ten minutes, as SVG. The caption tells the figures in words.
+// Small line charts over the last one to ten minutes, as SVG. The caption tells the figures in words.
 
 import { el, svg } from "./dom.js";
 
@@ -9,26 +9,27 @@ const BOTTOM = 18;
 const TOP = 8;
 export const SPAN_S = 600;
 
-// The least of 1, 2, 5 times a power of ten that is not below `value`.
+// The least of 1, 2, 2.5, 5 times a power of ten that is not below `value`.
 export function ceiling(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.999);
+  return [1, 2, 2.5, 5, 10].map((step) => step * power).find((step) => step >= value * 0.999);
 }
 
 // `curves`: [{name, read(sample)}], at most two; `show(value)`: how a value is written.
 export function chart(title, samples, now, gapS, curves, show, most = null) {
   const peak = Math.max(0, ...samples.flatMap((s) => curves.map((curve) => curve.read(s))));
   const top = most ?? ceiling(peak);
-  const x = (t) => LEFT + (WIDTH - LEFT - 4) * (1 - (now - t) / SPAN_S);
+  const spanS = Math.min(Math.max(now - (samples[0]?.t ?? now), 60), SPAN_S);
+  const x = (t) => LEFT + (WIDTH - LEFT - 4) * (1 - (now - t) / spanS);
   const y = (value) => TOP + (HEIGHT - BOTTOM - TOP) * (1 - Math.min(value / top, 1));
-  const shown = samples.filter((s) => s.t >= now - SPAN_S);
+  const shown = samples.filter((s) => s.t >= now - spanS);
   const floor = HEIGHT - BOTTOM;
   const parts = [
     svg("path", { class: "frame", d: `M${LEFT} ${TOP}V${floor}H${WIDTH - 4}` }),
     svg("text", { x: LEFT - 5, y: TOP + 9, "text-anchor": "end" }, show(top)),
     svg("text", { x: LEFT - 5, y: floor, "text-anchor": "end" }, "0"),
-    svg("text", { x: LEFT, y: HEIGHT - 4 }, "10 min ago"),
+    svg("text", { x: LEFT, y: HEIGHT - 4 }, spanS < 120 ? `${Math.round(spanS)} s ago` : `${Math.round(spanS / 60)} min ago`),
     svg("text", { x: WIDTH - 4, y: HEIGHT - 4, "text-anchor": "end" }, "now"),
   ];
   curves.forEach((curve, number) => {

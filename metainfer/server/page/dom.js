@@ -81,7 +81,7 @@ export function seconds(value) {
   if (value === null || value === undefined) return UNKNOWN;
   if (value < 0.001) return `${(1e6 * value).toFixed(0)} µs`;
   if (value < 1) return `${(1e3 * value).toFixed(value < 0.1 ? 1 : 0)} ms`;
-  return value < 120 ? `${value.toFixed(2)} s` : `${(value / 60).toFixed(1)} min`;
+  return value < 120 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${(value / 60).toFixed(1)} min`;
 }
 
 export function bytes(value) {

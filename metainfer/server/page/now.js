@@ -15,7 +15,7 @@ function load(now, samples) {
     tile("Running", count(now.running), `at most ${count(now.max_running)}`),
     tile("Waiting", count(now.waiting), `${count(now.pending)} of ${count(now.max_pending)} places taken`),
     tile("Tokens/s written", last ? rate(last.generated_tok_s) : "none yet", `${count(now.generated_tokens)} in all`),
-    tile("Tokens/s read", last ? rate(last.prompt_tok_s) : "none yet", `${count(now.prompt_tokens)} in all, cached ones apart`),
+    tile("Tokens/s read", last ? rate(last.prompt_tok_s) : "none yet", `${count(now.prompt_tokens)} in all, not from the cache`),
     tile("First token, median", first.count ? seconds(first.p50_s) : "none yet", "last 5 minutes"),
     tile("Cache in use", share(now.cache.used), `of ${count(now.cache.tokens)} tokens`),
     tile("Preemptions", count(now.preemptions), `${count(now.admission_rejections)} refused at the door`),
