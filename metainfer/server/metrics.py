@@ -100,6 +100,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "Prompt tokens found in the prefix cache.",
         lambda s: s.cache_hit_tokens,
     ),
+    (
+        "non_finite_requests",
+        "Requests ended by NaN or infinity in their numbers.",
+        lambda s: s.non_finite,
+    ),
+    ("abandoned_steps", "Steps for which memory did not suffice.", lambda s: s.abandoned_steps),
 )
 
 

@@ -232,6 +232,10 @@ def alarms(state: ServerState) -> Iterator[Alarm]:
         yield Alarm("drafts", f"Speculation: {stats.draft_alarm}.")
     for text in stats.cache_alarms:
         yield Alarm("prefix_cache", f"Prefix cache: {text}.")
+    if stats.non_finite:
+        yield Alarm("non_finite", f"{stats.non_finite} requests met NaN or infinity.")
+    if stats.abandoned_steps:
+        yield Alarm("memory_short", f"Memory did not suffice for {stats.abandoned_steps} steps.")
     if info is None:
         return
     counts = op_counts(info)

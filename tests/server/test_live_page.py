@@ -238,9 +238,11 @@ def test_before_the_engine_is_ready_nothing_is_claimed() -> None:
 
 
 def test_alarms_are_said_once_each_worst_first() -> None:
-    stats = EngineStats(draft_alarm="none of 512", cache_alarms=("0 of 64 hit",))
+    stats = EngineStats(
+        draft_alarm="none of 512", cache_alarms=("0 of 64 hit",), non_finite=1, abandoned_steps=2
+    )
     assert codes(ready(state_of(stats))) == [
-        "drafts", "prefix_cache", "reference_ops", "link_width",
+        "drafts", "prefix_cache", "non_finite", "memory_short", "reference_ops", "link_width",
     ]  # fmt: skip
     dead = ready(state_of(EngineStats(), alive=False), links=(), plan={})
     assert codes(dead) == ["engine_dead"]
