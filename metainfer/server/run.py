@@ -2,8 +2,8 @@
 
 The port is taken before the model is loaded, so that a clash is told at once; while the model
 loads, ``/ready`` says so. The first SIGTERM or SIGINT drains: running requests get
-`drain_grace_s` seconds, new ones a 503. The second stops at once. The engine's death ends the
-server with exit code 1.
+`drain_grace_s` seconds, new ones a 503. The second stops at once. An engine that dies is started
+again, within the bounds of `restarts`; beyond them the server ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import logging
 import os
 import signal
 import socket
-import time
 import ssl
+import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
