@@ -29,6 +29,7 @@ from metainfer.server.live_page import add_page
 from metainfer.server.metrics import Metrics
 from metainfer.server.prepare import chat_job, completion_job, off_loop
 from metainfer.server.reply import EventReply, JsonReply, KeepAlive
+from metainfer.server.restarts import Restarts
 from metainfer.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -49,6 +50,7 @@ def new_state(config: ServerConfig, client: EngineClient) -> ServerState:
         vllm_names=config.vllm_metrics,
     )
     state = ServerState(config, client, metrics, KeepAlive(config.keep_alive_s))
+    state.restarts = metrics.restarts = Restarts(config.max_restarts)
     return state
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from metainfer.engine.protocol import EngineInfo, EngineStats
 from metainfer.server.metrics_facts import facts, gauge
 from metainfer.server.metrics_vllm import aliases
+from metainfer.server.restarts import Restarts
 from metainfer.server.recent import Window
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class Metrics:
         self.fingerprint = ""
         self.spans: Callable[[], dict[str, int]] = dict  # result -> spans, where traces are on
         self.admission_rejections = 0
+        self.restarts = Restarts(0)
         self.recent_first_token = Window()
         self.recent_token_gap = Window()
         self.recent_queue = Window()
@@ -234,6 +236,14 @@ class Metrics:
         )
         refused.add_metric(values, self.admission_rejections)
         yield refused
+        restarted = CounterMetricFamily(
+            "metainfer_engine_restarts", "Engines started again after a death.", labels=names
+        )
+        restarted.add_metric(values, self.restarts.count)
+        yield restarted
+        latest = [((), self.restarts.last_s)] if self.restarts.count else []
+        text = "From the engine's latest death until it was ready again."
+        yield gauge("engine_restart_seconds", text, self._model, latest)
         ready = [((), float(self._status() == "ready"))]
         yield gauge("ready", "1 when requests are served.", self._model, ready)
         yield from facts(self._model, self.info, self.fingerprint)

@@ -38,7 +38,7 @@ class ServerConfig:
     429 ``queue_full``. `bounds`: of requests. `body_s`: in which a body must be here.
     `request_timeout_s`: of requests that name none. `higher_first`: a higher priority runs first.
     `stall_s`: with work at hand and no step for this long, the server is not ready. `vllm_metrics`
-    adds vLLM's names to ``/metrics``.
+    adds vLLM's names to ``/metrics``. `max_restarts` of a dead engine, within ten minutes.
     """
 
     model_names: tuple[str, ...]
@@ -57,6 +57,7 @@ class ServerConfig:
     drain_grace_s: float = 30.0
     stall_s: float = 120.0
     vllm_metrics: bool = False
+    max_restarts: int = 0
 
 
 @dataclass(slots=True)
