@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from metainfer.engine.protocol import EngineInfo, EngineStats
 from metainfer.server.metrics_facts import facts, gauge
 from metainfer.server.metrics_vllm import aliases
-from metainfer.server.restarts import Restarts
 from metainfer.server.recent import Window
+from metainfer.server.restarts import Restarts
 
 if TYPE_CHECKING:
     from metainfer.server.prepare import Job, Times
