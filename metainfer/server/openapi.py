@@ -144,6 +144,7 @@ def install(app: Any, state: ServerState) -> None:
         _, own = msgspec.json.schema_components(types, ref_template=_TEMPLATE)
         schemas |= own
         schemas |= {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+        schemas["MessageItem"]["required"].remove("type")  # it is what an item without one is
         _narrow(schemas, state)
         config = state.config
         document["x-metainfer-limits"] = config.bounds.document(

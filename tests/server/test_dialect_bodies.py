@@ -243,6 +243,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("responses", {"input": 5}, TYPE, "input"),
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, UNSUPPORTED, "input[0].type"),
     ("responses", {"input": [{"type": "nonsense"}]}, VALUE, "input[0].type"),
+    ("responses", {"input": [said("user", "x", type=None)]}, TYPE, "input[0].type"),
     ("responses", {"input": [{"content": "x"}]}, MISSING, "input[0].type"),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
      UNSUPPORTED, "input[0].content[0].type"),

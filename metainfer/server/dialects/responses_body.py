@@ -268,7 +268,7 @@ def _item(where: str, value: Any) -> Any:
             f"{where}.type", kind, "Nothing is stored and no tool is run here: send whole items."
         )
     fields = supported(value, (), _ITEM, f"{where}.")
-    if kind is None and "role" in fields:
+    if "type" not in fields and "role" in fields:
         fields["type"] = "message"
     for name in ("content", "output", "summary"):
         parts = fields.get(name)
