@@ -154,6 +154,7 @@ class Lifecycle:
     ) -> None:
         self._state = state
         self._listener = listener
+        self._unix = str(listener.getsockname()) if listener.family == socket.AF_UNIX else ""
         self._load_text = load_text
         self._on_ready = on_ready
         self._say = say
@@ -186,7 +187,11 @@ class Lifecycle:
             server.force_exit = server.force_exit or self._stop_now.is_set()
             with suppress(TimeoutError, asyncio.CancelledError):
                 await asyncio.wait_for(http, _FLUSH_S)
-            _close(self._listener)
+            if state.traces is not None:
+                await asyncio.to_thread(state.traces.close)
+            self._listener.close()
+            if self._unix:
+                Path(self._unix).unlink(missing_ok=True)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
@@ -240,7 +245,7 @@ class Lifecycle:
                 state.restarting = ""
                 return False
             self._say(f"The engine ended ({cause}); it is started again in {pause:g} s.")
-            state.restarting = cause
+            state.restarting = cause.partition(":")[0]  # anyone may read /health
             state.back_at = time.monotonic() + (getattr(state.client, "retry_after_s", 0) or pause)
             await state.client.close(drain=False, grace_s=0.0)
             if await _unless(self._stop, asyncio.sleep(pause, True)) is None:
@@ -308,13 +313,6 @@ async def _unless(event: asyncio.Event, work: Any) -> Any:
         return None
     finally:
         waiting.cancel()
-
-
-def _close(listener: socket.socket) -> None:
-    name = listener.getsockname() if listener.family == socket.AF_UNIX else ""
-    listener.close()
-    if name:
-        Path(name).unlink(missing_ok=True)
 
 
 def _uvicorn(state: ServerState, tls: ssl.SSLContext | None) -> Any:

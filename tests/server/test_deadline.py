@@ -1,0 +1,92 @@
+"""A request's time: when it is over the engine drops it, and the client is told what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from fake_server import Answer, Running, call, chat_body, events, eventually, fake_server
+
+from metainfer.core.errors import RequestError
+from metainfer.server import deadline
+from metainfer.server.state import ServerConfig, ServerState
+
+CHAT = "/v1/chat/completions"
+FOREVER = {"max_tokens": 2000}  # steps of 10 ms: 20 s
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Running]:
+    with fake_server(["--request-timeout", "0.6"], ["--step-ms", "10"]) as running:
+        yield running
+
+
+def ask(running: Running, seconds: str | None, **extra: object) -> Answer:
+    headers = {} if seconds is None else {"X-Request-Timeout": seconds}
+    return call(running.port, "POST", CHAT, chat_body("hi", **FOREVER, **extra), headers)
+
+
+@pytest.mark.parametrize(("asked", "limit"), [(None, "0.6"), ("0.3", "0.3"), ("900", "0.6")])
+def test_an_answer_that_takes_too_long_is_a_504(
+    slow: Running, asked: str | None, limit: str
+) -> None:
+    before = sum(line.startswith("cancel") for line in slow.lines())
+    answer = ask(slow, asked, n=2)
+    error = answer.json["error"]
+    assert (answer.status, error["code"], error["type"]) == (
+        504,
+        "deadline_exceeded",
+        "server_error",
+    )
+    assert f"within {limit} s" in error["message"]
+    assert answer.headers["x-should-retry"] == "false"
+    assert eventually(lambda: sum(line.startswith("cancel") for line in slow.lines()) == before + 2)
+    assert eventually(lambda: call(slow.port, "GET", "/health").json["pending"] == 0)
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error_and_no_done(slow: Running) -> None:
+    answer = ask(slow, "0.4", stream=True)
+    found = events(answer.raw)
+    assert answer.status == 200 and found[-1] != "[DONE]"
+    assert found[-1]["error"]["code"] == "deadline_exceeded"
+    texts = [e["choices"][0]["delta"].get("content") for e in found[:-1]]
+    assert sum(bool(text) for text in texts) > 1  # what came in time was sent
+
+
+def test_what_is_done_in_time_is_untouched(slow: Running) -> None:
+    assert (
+        call(slow.port, "POST", CHAT, chat_body("say:ok"), {"X-Request-Timeout": "9"}).status == 200
+    )
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon", "", "1e9", "\u0665"])
+def test_what_is_no_time_is_a_400(slow: Running, seconds: str) -> None:
+    encoded = seconds.encode().decode("latin-1")
+    answer = ask(slow, encoded)
+    error = answer.json["error"]
+    assert (answer.status, error["param"]) == (400, "x-request-timeout")
+
+
+def test_time_that_was_over_before_it_began() -> None:
+    state = SimpleNamespace(config=ServerConfig(("m",), request_timeout_s=1.0))
+    job = SimpleNamespace(arrived=-1e9, choices=[])
+    deadline.note({})
+    with pytest.raises(RequestError) as caught:
+        deadline.arm(state, job)  # type: ignore[arg-type]
+    assert caught.value.status == 504
+
+
+def test_the_wait_follows_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("metainfer.server.state.time.monotonic", lambda: now)
+    state = ServerState(ServerConfig(("m",)), None, None, None)  # type: ignore[arg-type]
+    assert state.retry_after_s(1) == 5.0  # nothing measured
+    for _ in range(11):
+        state.closed(2)
+        now += 1.0
+    assert state.retry_after_s(4) == pytest.approx(4 * 11 / 22)
+    assert state.retry_after_s(4000) == 60.0
+    assert state.retry_after_s(1) == 1.0
+    now += 100.0
+    assert state.retry_after_s(4) == 5.0  # too long ago to count
