@@ -34,7 +34,7 @@ from metainfer.cli import (
     vllm_names,
 )
 from metainfer.cli.declared import Verbs
-from metainfer.cli.output import Output, Result
+from metainfer.cli.output import Output, PatientHandler, Result
 from metainfer.core import env
 from metainfer.core.errors import MetaInferError, UsageError, UserError
 
@@ -144,7 +144,9 @@ def _set_up_logging() -> None:
             f"METAINFER_LOG is {level!r}.", f"Use one of {', '.join(_LEVELS)}.", code="bad_env"
         )
     logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
+        level=level.upper(),
+        handlers=[PatientHandler(sys.stderr)],
+        format="%(levelname)s %(name)s: %(message)s",
     )
 
 

@@ -7,11 +7,35 @@ With ``--json`` standard output carries exactly one document: while the verb run
 from __future__ import annotations
 
 import json
+import logging
 import os
+import select
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TextIO
+
+
+def can_take(stream: TextIO) -> bool:
+    """Whether a line can be written now; a pipe that nobody reads would hold up who writes."""
+    try:
+        poller = select.poll()
+        poller.register(stream.fileno(), select.POLLOUT)
+        return any(event & select.POLLOUT for _, event in poller.poll(0))
+    except (OSError, ValueError):  # not a descriptor: a buffer takes everything
+        return not stream.closed
+
+
+class PatientHandler(logging.StreamHandler[TextIO]):
+    """Log lines that are dropped where writing them would hold up the program."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if can_take(self.stream):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A disk that is full: the line is lost, and saying so would be, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from metainfer.core.intent import Intent
     from metainfer.engine.model_text import TextTools
-    from metainfer.engine.protocol import EngineInfo
+    from metainfer.engine.protocol import EngineClient, EngineInfo
     from metainfer.server.state import ServerConfig
 
 
@@ -57,7 +57,11 @@ async def _serve(intent: Intent, config: ServerConfig, flags: ServerFlags) -> in
     screen = Screen(sys.stderr if out.as_json else sys.stdout)
     screen.line(f"metainfer serve {intent.model}")
     url = describe(listener, secure=tls is not None) + config.root_path
-    state = new_state(config, make_client(intent, screen))
+
+    def renew() -> EngineClient:
+        return make_client(intent, screen, flags.guards())
+
+    state = new_state(config, renew())
 
     def ready(info: EngineInfo) -> None:
         screen.summary(info, url, config.model_names)
@@ -69,7 +73,9 @@ async def _serve(intent: Intent, config: ServerConfig, flags: ServerFlags) -> in
     def text(info: EngineInfo) -> TextTools:
         return _load_text(info, flags.chat_template)
 
-    life = Lifecycle(state, listener, load_text=text, on_ready=ready, say=screen.line, tls=tls)
+    life = Lifecycle(
+        state, listener, load_text=text, on_ready=ready, say=screen.line, tls=tls, renew=renew
+    )
     return await life.run()
 
 

@@ -16,11 +16,13 @@ from metainfer.core.intent import MAX_PENDING
 if TYPE_CHECKING:
     import socket
 
+    from metainfer.engine.protocol import Guards
     from metainfer.server.state import ServerConfig
 
 ADDRESS = Group("Address", sort_key=1)
 ACCESS = Group("Access", sort_key=1)
 LIMITS = Group("Limits of requests", sort_key=1)
+WATCH = Group("When the engine breaks", sort_key=1)
 ANSWERS = Group("Names, answers, metrics", sort_key=1)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -97,6 +99,17 @@ class ServerFlags:
     keep_alive: Annotated[
         float, _flag("--keep-alive", LIMITS, "seconds until an idle stream gets a comment")
     ] = 15.0
+    nan_guard: Annotated[
+        Literal["off", "logits", "layers"],
+        _flag("--nan-guard", WATCH, "where NaN is looked for; layers: behind every op, slow"),
+    ] = "logits"
+    hang_after: Annotated[
+        float,
+        _flag("--hang-after", WATCH, "seconds after which a step hangs; 0 = none does"),
+    ] = 120.0
+    max_restarts: Annotated[
+        int, _flag("--max-restarts", WATCH, "restarts of a dead engine within ten minutes")
+    ] = 3
     served_model_name: Annotated[
         tuple[str, ...],
         _flag("--served-model-name", ANSWERS, "name(s) clients use instead of MODEL (repeatable)"),
@@ -108,6 +121,10 @@ class ServerFlags:
     metrics_compat: Annotated[
         Literal["vllm"] | None,
         _flag("--metrics-compat", ANSWERS, "also give metrics under the names of: vllm"),
+    ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        _flag("--otlp-endpoint", ANSWERS, "URL of a collector of traces (extra otel)"),
     ] = None
 
     def config(self, model: str) -> ServerConfig:
@@ -140,7 +157,17 @@ class ServerFlags:
             keep_alive_s=self.keep_alive,
             drain_grace_s=self.drain_grace,
             vllm_metrics=self.metrics_compat == "vllm",
+            otlp_endpoint=self.otlp_endpoint,
+            stall_s=self.hang_after or float("inf"),
+            max_restarts=self.max_restarts,
         )
+
+    def guards(self) -> Guards:
+        """How closely the engine is watched."""
+        from metainfer.engine.protocol import Guards
+        from metainfer.executor.protocol import NanGuard
+
+        return Guards(NanGuard(self.nan_guard), self.hang_after)
 
     def _check(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -155,8 +182,14 @@ class ServerFlags:
         for flag, value in positive.items():
             if not value > 0:
                 raise UsageError(f"{flag} is {value:g}.", "Pass a positive number.")
-        if not self.drain_grace >= 0:
-            raise UsageError(f"--drain-grace is {self.drain_grace:g}.", "Pass 0 or more.")
+        not_negative = {
+            "--drain-grace": self.drain_grace,
+            "--hang-after": self.hang_after,
+            "--max-restarts": self.max_restarts,
+        }
+        for flag, value in not_negative.items():
+            if not value >= 0:
+                raise UsageError(f"{flag} is {value:g}.", "Pass 0 or more.")
         if self.root_path and not self.root_path.startswith("/"):
             raise UsageError(f"--root-path is {self.root_path!r}.", "Begin it with /.")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:

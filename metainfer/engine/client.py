@@ -384,6 +384,7 @@ class ProcessClient(DemuxClient):
     async def _after_exit(self) -> None:
         # Its last words (Failed, last outputs) may still be in the socket.
         await asyncio.sleep(_DRAIN_AFTER_DEATH_S)
+        self._on_readable()
         if self._child is not None:
             hung = self._overseer.hung
             self._die(self._child.describe_exit() + (f"; it hung in {hung}" if hung else ""))

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from metainfer.core.errors import RequestError, UserError
+from metainfer.core.errors import MetaInferError, RequestError, UserError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.request import Request
@@ -154,8 +154,10 @@ def main(make: Callable[..., Any] | None = None) -> int:
     try:
         return process.run(options)
     except Exception as error:  # noqa: BLE001 - the last stop: the server must learn of it
+        # The text of a foreign error may quote a request: it stays in the log.
+        text = f": {error}" if isinstance(error, MetaInferError) else ""
         process.send(
-            Failed(f"{type(error).__name__}: {error}", "This is a bug; report it.", "engine_bug")
+            Failed(f"{type(error).__name__}{text}.", "This is a bug; report it.", "engine_bug")
         )
         traceback.print_exc()  # last: standard error may be a pipe that nobody reads any more
         return 1
