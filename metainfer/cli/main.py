@@ -28,6 +28,7 @@ from metainfer.cli import (
     help_text,
     kernels,
     output,
+    report,
     serve,
     settings,
     simulate,
@@ -60,6 +61,7 @@ def build() -> App:
     app.command(chat.chat, name="chat", group=RUN)
     app.command(generate.generate, name="generate", group=RUN)
     app.command(doctor.doctor, name="doctor", group=UNDERSTAND)
+    app.command(report.report, name="report", group=UNDERSTAND)
     app.command(simulate.simulate, name="simulate", group=UNDERSTAND)
     app.command(examine.version, name="version", group=UNDERSTAND)
     app.command(completion.completion, name="completion", group=UNDERSTAND)

@@ -61,6 +61,7 @@ LEVELS: dict[str, Level] = {
     "/page/status": Level.USER,
     "/metrics": Level.USER,
     "/plan": Level.USER,
+    "/debug/report": Level.ADMIN,
     "/openapi.json": Level.USER,
     "/tokenize": Level.USER,
     "/detokenize": Level.USER,

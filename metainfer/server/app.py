@@ -29,6 +29,7 @@ from metainfer.server.live_page import add_page
 from metainfer.server.metrics import Metrics
 from metainfer.server.prepare import chat_job, completion_job, off_loop
 from metainfer.server.reply import EventReply, JsonReply, KeepAlive
+from metainfer.server.report import Report
 from metainfer.server.restarts import Restarts
 from metainfer.server.schemas import (
     ChatRequest,
@@ -82,6 +83,7 @@ def _add_routes(app: Any, state: ServerState) -> None:
         ("/ready", health.ready),
         ("/metrics", health.metrics),
         ("/plan", health.plan),
+        ("/debug/report", Report(state).report),
         ("/v1/models", health.models),
         ("/v1/models/{model_id:path}", health.model),
     )

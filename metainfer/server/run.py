@@ -176,12 +176,14 @@ class Lifecycle:
         http = asyncio.ensure_future(server.serve(sockets=[self._listener]))
         engine = asyncio.ensure_future(self._serve(server))
         state = self._state
+        logging.getLogger("metainfer").addHandler(state.journal)
         watch = asyncio.ensure_future(state.history.watch(lambda: state.client.stats))
         try:
             await asyncio.wait((http, engine), return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
             return await engine
         finally:
+            logging.getLogger("metainfer").removeHandler(state.journal)
             watch.cancel()
             server.should_exit = True
             server.force_exit = server.force_exit or self._stop_now.is_set()
@@ -246,6 +248,7 @@ class Lifecycle:
                 return False
             self._say(f"The engine ended ({cause}); it is started again in {pause:g} s.")
             state.restarting = cause.partition(":")[0]  # anyone may read /health
+            state.journal.add(f"the engine ended ({state.restarting}); next start in {pause:g} s")
             state.back_at = time.monotonic() + (getattr(state.client, "retry_after_s", 0) or pause)
             await state.client.close(drain=False, grace_s=0.0)
             if await _unless(self._stop, asyncio.sleep(pause, True)) is None:
@@ -259,6 +262,7 @@ class Lifecycle:
                 continue
             state.restarting = ""
             state.restarts.ready(time.monotonic() - lost)
+            state.journal.add(f"ready again after {state.restarts.last_s:.1f} s")
             self._say(f"Ready again after {state.restarts.last_s:.1f} s.")
             return True
 

@@ -12,6 +12,7 @@ from metainfer.core.errors import RequestError
 from metainfer.core.intent import MAX_PENDING
 from metainfer.engine.protocol import EngineClient, EngineInfo
 from metainfer.server.bounds import Bounds
+from metainfer.server.journal import Journal
 from metainfer.server.recent import History
 from metainfer.server.restarts import Restarts
 
@@ -77,6 +78,7 @@ class ServerState:
     restarting: str = ""  # why the engine is being started again
     back_at: float = 0.0  # when it should be ready again (monotonic seconds)
     restarts: Restarts = field(default_factory=lambda: Restarts(0))
+    journal: Journal = field(default_factory=Journal)
     pending: int = 0
     ended: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=256))
     busy_since: float = 0.0

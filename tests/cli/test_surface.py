@@ -54,6 +54,7 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
     ("bench", "calibrate"): ENGINE | {"--repeats", "--seed", "--dry-run", "--json"},
     ("convert",): {"--to", "--lossless", "--json"},
     ("version",): {"--json"},
+    ("report",): {"--url", "--admin-key", "--json"},
     ("config", "explain"): {"--json"},
     ("config", "show"): {"--json"},
     ("completion",): {"--json"},
