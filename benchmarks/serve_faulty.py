@@ -1,4 +1,4 @@
-"""``metainfer`` over the engine with faults on order: ``serve_faulty.py FOLDER serve MODEL ...``."""
+"""``metainfer`` over the engine with faults on order: ``serve_faulty.py FOLDER serve MODEL ``."""
 
 from __future__ import annotations
 
