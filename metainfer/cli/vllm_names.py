@@ -139,6 +139,7 @@ ALIASES: tuple[Alias, ...] = (
     ),
     Alias(names=("--max-num-queued-reqs",), ours="--max-pending"),
     Alias(names=("--max-queued-requests",), ours="--max-pending"),
+    Alias(names=("--otlp-traces-endpoint",), ours="--otlp-endpoint"),
     Alias(names=("--shutdown-timeout",), ours="--drain-grace", convert=seconds_for),
     Alias(names=("--sse-keep-alive-interval",), ours="--keep-alive", convert=seconds_for),
     Alias(names=("--allowed-origins",), ours="--cors-origin", convert=origins),

@@ -23,6 +23,7 @@ from metainfer.core.errors import RequestError
 from metainfer.server import deadline
 from metainfer.server.errors import error_response, internal, speaks_anthropic
 from metainfer.server.state import ServerConfig
+from metainfer.server.tracing import incoming
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -135,6 +136,7 @@ class Gate:
         given = headers.get(b"x-request-id", b"")
         request_id = given if _is_plain(given) else uuid.uuid4().hex.encode()
         scope["metainfer.request_id"] = request_id.decode()
+        incoming.set((headers.get(b"traceparent", b""), headers.get(b"tracestate", b"")))
 
         started = False
 

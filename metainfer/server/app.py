@@ -39,10 +39,15 @@ from metainfer.server.schemas import (
 )
 from metainfer.server.state import ServerConfig, ServerState
 from metainfer.server.tokens import detokenize, tokenize
+from metainfer.server.tracing import Traces
 
 
 def new_state(config: ServerConfig, client: EngineClient) -> ServerState:
-    """The state of a server whose engine is not ready yet."""
+    """The state of a server whose engine is not ready yet.
+
+    Raises:
+        UserError: traces are asked for and cannot be made.
+    """
     state: ServerState
     metrics = Metrics(
         config.model_names[0],
@@ -51,6 +56,9 @@ def new_state(config: ServerConfig, client: EngineClient) -> ServerState:
         vllm_names=config.vllm_metrics,
     )
     state = ServerState(config, client, metrics, KeepAlive(config.keep_alive_s))
+    if config.otlp_endpoint is not None:
+        state.traces = Traces(config.otlp_endpoint, config.model_names[0])
+        metrics.spans = state.traces.counts
     state.restarts = metrics.restarts = Restarts(config.max_restarts)
     return state
 

@@ -42,6 +42,8 @@ async def deltas(state: ServerState, job: Job) -> AsyncGenerator[Item, None]:
             timer.cancel()
         state.closed(len(job.choices))
         state.metrics.request_done(job, outcome, perf_counter() - job.arrived)
+        if state.traces is not None:
+            state.traces.request(job, outcome)
 
 
 async def _one(state: ServerState, job: Job, choice: Choice) -> AsyncGenerator[Item, None]:

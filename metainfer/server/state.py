@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from metainfer.engine.model_text import TextTools
     from metainfer.server.metrics import Metrics
     from metainfer.server.reply import KeepAlive
+    from metainfer.server.tracing import Traces
 
 
 _RATE_S = 60.0
@@ -40,6 +41,7 @@ class ServerConfig:
     `request_timeout_s`: of requests that name none. `higher_first`: a higher priority runs first.
     `stall_s`: with work at hand and no step for this long, the server is not ready. `vllm_metrics`
     adds vLLM's names to ``/metrics``. `max_restarts` of a dead engine, within ten minutes.
+    `otlp_endpoint`: URL of a collector of traces.
     """
 
     model_names: tuple[str, ...]
@@ -59,6 +61,7 @@ class ServerConfig:
     stall_s: float = 120.0
     vllm_metrics: bool = False
     max_restarts: int = 0
+    otlp_endpoint: str | None = None
 
 
 @dataclass(slots=True)
@@ -70,6 +73,7 @@ class ServerState:
     metrics: Metrics
     keep_alive: KeepAlive
     history: History = field(default_factory=History)
+    traces: Traces | None = None
     info: EngineInfo | None = None
     text: TextTools | None = None
     fingerprint: str = ""

@@ -37,6 +37,7 @@ async def serve(options: argparse.Namespace, engine: list[str]) -> int:
         drain_grace_s=options.grace,
         stall_s=options.stall,
         vllm_metrics=options.vllm_metrics,
+        otlp_endpoint=options.otlp,
         bounds=Bounds({name: int(n) for name, _, n in (x.partition("=") for x in options.limit)}),
         request_timeout_s=options.request_timeout,
         body_s=options.body_timeout,
@@ -84,6 +85,7 @@ def main() -> int:
     parser.add_argument("--uds", type=Path)
     parser.add_argument("--cert", type=Path)
     parser.add_argument("--vllm-metrics", action="store_true")
+    parser.add_argument("--otlp")
     parser.add_argument("--text", choices=list(TEXTS), default="bytes")
     try:
         return run(serve(parser.parse_args(own), engine))
