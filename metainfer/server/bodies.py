@@ -174,6 +174,9 @@ def _message(index: int, value: Any) -> Any:
         return value
     where = f"messages[{index}]."
     fields = supported(value, _MESSAGE_FIELDS, MESSAGE_UNSUPPORTED, where)
+    fields.pop("parsed", None)  # what OpenAI's clients add to an answer for their users
+    if isinstance(fields.get("tool_calls"), list):
+        fields["tool_calls"] = list(map(_call, fields["tool_calls"]))
     if fields.get("role") == "function":
         raise RequestError(
             f"{where}role 'function' is not supported.",
@@ -202,6 +205,15 @@ def _message(index: int, value: Any) -> Any:
                 code="unsupported_parameter",
             )
     return fields
+
+
+def _call(value: Any) -> Any:
+    """A call without what OpenAI's clients add to it for their users."""
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or "parsed_arguments" not in function:
+        return value
+    kept = {name: item for name, item in function.items() if name != "parsed_arguments"}
+    return value | {"function": kept}
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: set[str]) -> None:

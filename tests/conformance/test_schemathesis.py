@@ -12,7 +12,6 @@ from pathlib import Path
 
 from fake_server import Running, call
 
-
 #: 413: a list beyond its bound may be a body beyond its own.
 REFUSALS = """
 [checks.negative_data_rejection]

@@ -240,6 +240,13 @@ def test_neutral_values_are_welcome(server: Running) -> None:
         {"role": "assistant", "content": "earlier", "refusal": None, "tool_calls": None,
          "annotations": [], "audio": None, "function_call": None, "reasoning_content": "hm"}
     )  # fmt: skip
+    # OpenAI's clients add these to an answer, and send them back with it.
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    body["messages"] += [
+        {"role": "assistant", "content": None, "parsed": {"a": 1},
+         "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]  # fmt: skip
     parts = [{"type": "text", "text": "say:"}, {"type": "text", "text": "y"}]
     body["messages"].append({"role": "user", "content": parts})
     answer = call(server.port, "POST", CHAT, body)

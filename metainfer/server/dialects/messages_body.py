@@ -167,7 +167,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "user_profile_id": (None,),
     "workspace_id": (None,),
 }
-_HINTS = ("cache_control",)
+#: `parsed_output` is what Anthropic's clients add to an answer for their users.
+_HINTS = ("cache_control", "parsed_output")
 _BLOCK: dict[str, tuple[object, ...]] = {
     "caller": (None, {"type": "direct"}),
     "citations": (None, []),
@@ -233,7 +234,7 @@ def _block(where: str, value: Any) -> Any:
     return fields
 
 
-RULES = Rules(_UNSUPPORTED, _HINTS, _shape)
+RULES = Rules(_UNSUPPORTED, ("cache_control",), _shape)
 
 _NAMES = {
     r"(?<=\])\.function\.parameters\b": ".input_schema",
@@ -367,7 +368,7 @@ def _tool(where: str, tool: dict[str, Any]) -> dict[str, Any]:
     function = {
         "parameters" if name == "input_schema" else name: value
         for name, value in fields.items()
-        if name not in (*_HINTS, "eager_input_streaming", "type")
+        if name not in ("cache_control", "eager_input_streaming", "type")
     }
     return {"type": "function", "function": function}
 

@@ -222,6 +222,8 @@ _TOOL: dict[str, tuple[object, ...]] = {
     "defer_loading": (None, False),
     "output_schema": (None,),
 }
+#: `parsed` and `parsed_arguments` are what OpenAI's clients add to an answer for their users.
+_HINTS = ("parsed", "parsed_arguments", "prompt_cache_breakpoint")
 _PARTS = ("input_image", "input_file", "input_audio")
 #: Items of hosted tools and of stored conversations.
 _ITEMS = (
@@ -268,6 +270,7 @@ def _item(where: str, value: Any) -> Any:
             f"{where}.type", kind, "Nothing is stored and no tool is run here: send whole items."
         )
     fields = supported(value, (), _ITEM, f"{where}.")
+    fields.pop("parsed_arguments", None)
     if "type" not in fields and "role" in fields:
         fields["type"] = "message"
     for name in ("content", "output", "summary"):
@@ -284,7 +287,7 @@ def _part(where: str, value: Any) -> Any:
         raise missing(f"{where}.type")
     if value["type"] in _PARTS:
         raise unsupported(f"{where}.type", value["type"], "Send text parts only.")
-    return {name: item for name, item in value.items() if name != "prompt_cache_breakpoint"}
+    return {name: item for name, item in value.items() if name not in _HINTS}
 
 
 RULES = Rules(_UNSUPPORTED, (*IGNORED, "prompt_cache_options"), _shape)
