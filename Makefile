@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SIDE := .cache
 TRITONS := $(SIDE)/triton-3.6.0 $(SIDE)/triton-3.7.1
+NODE := tests/conformance/node
+CLIENTS := $(NODE)/node_modules/.package-lock.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types quick bench browser wheel clean
+.PHONY: help demo test lint types quick bench browser conformance wheel clean
 
 help: ## list targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -16,7 +18,7 @@ help: ## list targets
 demo: $(VENV)/.base ## install, fetch SmolLM2-135M, serve it, stream an answer through HTTP
 	@$(BIN)/python examples/demo.py
 
-test: $(VENV)/.dev $(TRITONS) lint types ## everything that CI runs
+test: $(VENV)/.dev $(TRITONS) $(CLIENTS) lint types ## everything that CI runs
 	$(BIN)/python -m pytest -q
 
 lint: $(VENV)/.dev ## style and import arrows
@@ -32,6 +34,10 @@ quick: $(VENV)/.dev ## the tests that need no model: under a minute
 
 bench: $(VENV)/.dev ## beside transformers, in one run; minutes
 	$(BIN)/metainfer bench offline smollm2-135m --against transformers
+
+conformance: $(VENV)/.dev $(CLIENTS) ## other people's clients and tools, each in an environment of its own; many minutes
+	$(BIN)/python -m pytest -q tests/conformance
+	$(BIN)/python tests/conformance/heavy/run.py
 
 browser: $(VENV)/.dev ## the live page in Debian's chromium, driven by node (npm registry); minutes
 	$(BIN)/python tests/browser/drive.py
@@ -52,6 +58,11 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
 $(SIDE)/triton-%: | $(VENV)/bin/python
 	$(PIP) install -q --no-deps --target $@.part triton==$*
 	@mv $@.part $@
+
+# Seconds, by hashes. Without npm or its registry the tests of these clients are skipped, and say so.
+$(CLIENTS): $(NODE)/package-lock.json
+	@(cd $(NODE) && timeout 120 npm ci --silent --ignore-scripts --no-audit --no-fund) \
+		|| { rm -rf $(NODE)/node_modules; echo "no clients for Node: npm ci did not run"; }
 
 wheel: $(VENV)/bin/python ## build dist/*.whl, as the Containerfile takes it
 	rm -rf dist build
