@@ -61,6 +61,9 @@ def summary_lines(info: EngineInfo, url: str, names: tuple[str, ...]) -> list[st
     chosen = ops_line(info.plan)
     if chosen:
         lines.append(f"  {chosen}")
+    verdict = info.plan.get("verification", {}).get("text")
+    if verdict:
+        lines.append(f"  {verdict}")
     return lines
 
 

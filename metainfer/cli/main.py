@@ -32,6 +32,7 @@ from metainfer.cli import (
     serve,
     settings,
     simulate,
+    verify,
     vllm_names,
 )
 from metainfer.cli.declared import Verbs
@@ -65,6 +66,7 @@ def build() -> App:
     app.command(simulate.simulate, name="simulate", group=UNDERSTAND)
     app.command(examine.version, name="version", group=UNDERSTAND)
     app.command(completion.completion, name="completion", group=UNDERSTAND)
+    app.command(verify.verify, name="verify", group=MEASURE)
     app.command(convert.convert, name="convert", group=MEASURE)
     groups = {UNDERSTAND: (examine, config), MEASURE: (kernels, bench)}
     for group, modules in groups.items():

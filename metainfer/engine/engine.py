@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,6 +25,7 @@ from metainfer.engine.protocol import EngineInfo, EngineStats, Fault, Guards, Pr
 from metainfer.engine.recorder import FlightRecorder
 from metainfer.engine.stacks import StackTimer
 from metainfer.engine.steps import Steps, guard_trace, set_guard
+from metainfer.engine.verdicts import status
 from metainfer.kv.book.manager import KVManager
 from metainfer.planner.drafts import MODEL, NGRAM
 from metainfer.planner.opening import OpenedModel, open_model
@@ -125,7 +126,7 @@ class Engine:
             kv_tokens=plan.kv_tokens,
             max_running=plan.limits.max_running,
             eos_token_ids=model.eos_token_ids,
-            plan=plan_document(resolved),
+            plan={**plan_document(resolved), "verification": status(machine.store, plan)},
             start_phases=tuple(self._phases),
             held_bytes=self.held_bytes,
             links=machine.facts.links,
@@ -306,6 +307,11 @@ class Engine:
     def held_bytes(self) -> dict[str, int]:
         """Bytes in fact held, by the kinds of the plan's memory ledger."""
         return self._executor.held_bytes if self._executor is not None else {}
+
+    def eager(self) -> AbstractContextManager[None]:
+        """Inside, nothing replays a captured step; ranks in other processes stay as they are."""
+        local = getattr(self._executor, "eager", None)
+        return nullcontext() if local is None else local()
 
     def close(self) -> None:
         """Let go of the device."""

@@ -11,7 +11,8 @@ import gc
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +187,15 @@ class LocalExecutor:
         torch.cuda.synchronize(self._parts.device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._parts.device)[0]
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Inside, captured steps run op by op."""
+        graphs, self._graphs = self._graphs, None
+        try:
+            yield
+        finally:
+            self._graphs = graphs
 
     @property
     def held_bytes(self) -> dict[str, int]:

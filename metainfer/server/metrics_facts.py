@@ -49,6 +49,13 @@ def facts(model: str, info: EngineInfo | None, fingerprint: str) -> Iterator[Any
     yield gauge(
         "build_info", "1; version and the plan in use.", model, version, ("version", "plan")
     )
+    verdict = {} if info is None else info.plan.get("verification", {})
+    yield gauge(
+        "plan_verified",
+        "1 if verify passed for this very plan on this machine, else 0.",
+        model,
+        [((), float(verdict["verified"]))] if "verified" in verdict else [],
+    )
     phases = () if info is None else info.start_phases
     yield gauge(
         "start_phase_seconds",

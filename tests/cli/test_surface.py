@@ -52,6 +52,7 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
         "--url", "--api-key", "--workload", "--repeats", "--warm-up", "--seed", "--json",
     },
     ("bench", "calibrate"): ENGINE | {"--repeats", "--seed", "--dry-run", "--json"},
+    ("verify",): ENGINE | {"--seed", "--bringup", "--report", "--time-limit", "--json"},
     ("convert",): {"--to", "--lossless", "--json"},
     ("version",): {"--json"},
     ("report",): {"--url", "--admin-key", "--json"},

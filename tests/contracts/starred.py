@@ -94,6 +94,7 @@ STARRED = (
     "engine.steps",
     "engine.model_text",
     "engine.text_stream",
+    "engine.verdicts",
     "executor.null",
     "executor.protocol",
     "executor.slots",

@@ -1,0 +1,1 @@
+"""Proof that a plan computes what its references compute, on this machine. See README.md."""
