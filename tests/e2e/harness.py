@@ -75,9 +75,9 @@ class Answer:
     error: str = ""
 
 
-def start(model: str | Path, **intent: Any) -> Engine:
+def start(model: str | Path, *, trace: Any = None, **intent: Any) -> Engine:
     """A started engine with a warm-up behind it."""
-    engine = Engine(Intent(model=str(model), **{"threads": 1, **intent}))
+    engine = Engine(Intent(model=str(model), **{"threads": 1, **intent}), trace=trace)
     engine.start()
     return engine
 
@@ -91,16 +91,18 @@ def ask(
     params: SamplingParams | Sequence[SamplingParams],
     *,
     eos: tuple[int, ...] = (),
+    adapters: Sequence[str] = (),
     before_step: Callable[[int, Engine], None] | None = None,
     audit: bool = True,
 ) -> list[Answer]:
     """Submit all prompts, run until idle, return answers in order."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     answers: dict[str, Answer] = {}
-    for prompt, wanted in zip(prompts, each, strict=True):
+    chosen = adapters or [""] * len(prompts)
+    for prompt, wanted, adapter in zip(prompts, each, chosen, strict=True):
         name = f"r{next(_names)}"
         answers[name] = Answer()
-        engine.submit(Request(name, tuple(prompt), wanted, eos))
+        engine.submit(Request(name, tuple(prompt), wanted, eos, adapter=adapter))
     for step in itertools.count():
         if before_step is not None:
             before_step(step, engine)
