@@ -16,8 +16,9 @@ import msgspec
 
 from metainfer.core.errors import InternalError, RequestError
 from metainfer.core.intent import Intent
+from metainfer.core.plan import Plan
 from metainfer.core.request import FinishReason, Request
-from metainfer.core.step import Phase, RequestOutput
+from metainfer.core.step import Phase, RequestOutput, StepPlan
 from metainfer.engine.devices import open_executor
 from metainfer.engine.grammars import GrammarDesk, open_library
 from metainfer.engine.machine import Machine, open_machine
@@ -77,6 +78,7 @@ class Engine:
         self._phase_name = ""
         self._steps: Steps | None = None
         self.resolved: Resolved | None = None
+        self.on_step: Callable[[StepPlan, float], None] | None = None  # a plan, and its whole turn
 
     # -- start -------------------------------------------------------------------------------------
 
@@ -109,7 +111,7 @@ class Engine:
             set_guard(self._executor, self._guards.nan_guard)
         with self._phase("warm-up"):
             self._executor.warm(self._note)
-        self._open_grammars(self._executor, model, resolved.arch.vocab_size)
+        self._open_grammars(self._executor, model, resolved.plan)
         self._scheduler = self._make_scheduler(resolved, model)
         self._steps = Steps(
             self._executor,
@@ -133,11 +135,13 @@ class Engine:
         )
 
     def _open_grammars(
-        self, executor: LocalExecutor | RankExecutor, model: OpenedModel, vocab: int
+        self, executor: LocalExecutor | RankExecutor, model: OpenedModel, plan: Plan
     ) -> None:
         """Grammars need the vocabulary's bytes, the only thing the engine knows of text."""
         with self._phase("grammars"):
-            library, why = open_library(model.source.reference, vocab, model.eos_token_ids)
+            library, why = open_library(
+                plan.grammar, model.source.reference, plan.model.vocab_size, model.eos_token_ids
+            )
         self._desk = GrammarDesk(library, why)
         if library is not None:
             executor.use_grammars(library.open)
@@ -238,10 +242,13 @@ class Engine:
             InternalError: an invariant broke; the engine must not go on.
         """
         assert self._steps is not None
+        begin = time.perf_counter()
         outputs = self._admit_ready()
         plan = self.scheduler.schedule()
         if plan is not None:
             outputs += self._steps.run(plan)
+            if self.on_step is not None:
+                self.on_step(plan, time.perf_counter() - begin)
         for output in outputs:
             if output.finish is not None:
                 self._desk.forget(output.request_id)

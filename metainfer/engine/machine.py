@@ -23,6 +23,8 @@ from metainfer.kernels.impl import Evidence, Impl, Layout
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import Policy
 from metainfer.ops.catalog import builtin_registry
+from metainfer.planner import calibration
+from metainfer.planner.calibration import Calibration
 from metainfer.planner.opening import OpenedModel
 from metainfer.planner.resolve import Resolved, resolve
 from metainfer.platform.base import Platform
@@ -73,7 +75,20 @@ class Machine:
             min_evidence=Evidence.NONE,
             disproven={q.impl: q.reasons for q in self.qualified.values() if not q.passed},
         )
-        return resolve(intent, model.facts, self.facts, self.registry, policy, self.fingerprint)
+        return resolve(
+            intent,
+            model.facts,
+            self.facts,
+            self.registry,
+            policy,
+            self.fingerprint,
+            measured=self.step_times,
+        )
+
+    def step_times(self, key: str) -> Calibration | None:
+        """This machine's record of measured steps (`planner.calibration`), if there is one."""
+        record = self.store.get(calibration.KIND, key)
+        return None if record is None else calibration.calibration_from(record.payload)
 
     def resolve_proven(
         self, model: OpenedModel, intent: Intent, on_case: Callable[[str], None]

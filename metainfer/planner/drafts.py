@@ -2,7 +2,7 @@
 
 A wish is ``off``, ``METHOD``, ``METHOD:DEPTH``, a bare ``DEPTH`` (of `ngram`), or ``auto``: the
 checkpoint's module if there is one, else `ngram`, as deep as pays off while serving. It is
-normalised here, once and on the record; the width of verify runs, the rows that a step's logits take
+normalised here, once and on the record; the width of verify runs, the rows of a step's logits
 and the scheduler's limit all follow from the plan's value. What cannot be done is refused, never
 reduced to something else in silence.
 """

@@ -5,7 +5,7 @@ The rows of an accelerator add up to its memory: what nothing needs is a row of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from metainfer.core.errors import RefusedError
@@ -16,6 +16,7 @@ from metainfer.kernels.impl import Layout
 from metainfer.kv.book.spec import CacheSpec, GroupSpec, form_groups
 from metainfer.models.arch import Arch
 from metainfer.planner import drafts
+from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.adapters import adapter_rows
 from metainfer.planner.fitting import DOES_NOT_FIT
 from metainfer.planner.limits import (
@@ -89,7 +90,10 @@ class Held:
 
 @dataclass(slots=True, kw_only=True)
 class Cards:
-    """The machine's cards with the model and the limits that each layout is asked for."""
+    """The machine's cards with the model and the limits that each layout is asked for.
+
+    `measured`: what was measured of a single device's steps, by `calibration.key`.
+    """
 
     intent: Intent
     arch: Arch
@@ -99,6 +103,8 @@ class Cards:
     limits: Limits
     page_tokens: int
     draft: DraftPlan
+    threads: int = 1
+    measured: Callable[[str], Calibration | None] = nothing_measured
     _caches: dict[tuple[object, ...], tuple[tuple[CacheSpec, ...], tuple[GroupSpec, ...]]] = field(
         default_factory=dict
     )

@@ -17,7 +17,7 @@ from metainfer.planner.search import Candidate
 def plan_document(resolved: Resolved) -> dict[str, Any]:
     """``{"plan", "ledger", "capacity", "layouts", "decisions"}``; see the contracts."""
     plan = resolved.plan
-    (chosen,) = [c for c in resolved.layouts if c.layout == plan.layouts[0]]
+    chosen = resolved.chosen
     return {
         "plan": plan.to_json(),
         "ledger": [to_plain(row) for row in plan.ledger],

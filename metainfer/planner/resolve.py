@@ -21,6 +21,7 @@ from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
 from metainfer.planner import adapters, drafts
+from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.graphs import decode_graphs
 from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.search import Candidate, search, unbuilt
@@ -57,6 +58,12 @@ class Resolved:
     sizes: CacheSizes
     layouts: tuple[Candidate, ...] = ()
     device_bytes: int | None = None
+
+    @property
+    def chosen(self) -> Candidate:
+        """The layout of the plan, as it was judged."""
+        (found,) = [each for each in self.layouts if each.layout == self.plan.layouts[0]]
+        return found
 
     def refusal(self) -> RefusedError | None:
         """Why this plan cannot be started by this release; None when it can."""
@@ -347,12 +354,14 @@ def resolve(
     policy: Policy,
     machine: str = "",
     source: Origin = Origin.PROBE,
+    measured: Callable[[str], Calibration | None] = nothing_measured,
 ) -> Resolved:
     """Decide everything.
 
     Args:
         machine: fingerprint id, or name, of the machine that `facts` describe.
         source: where the facts come from: read off this machine, or a machine file.
+        measured: step times of this machine by `calibration.key`, None where there are none.
 
     Raises:
         UsageError: a malformed wish.
@@ -379,6 +388,8 @@ def resolve(
         limits=limits,
         page_tokens=page,
         draft=draft,
+        threads=intent.threads or facts.host.usable_cores or 1,
+        measured=measured,
     )
     found = search(cards, bundles, registry.layout, ledger, intent.origin("parallel"))
     held, selection = found.chosen.held, found.chosen.selection

@@ -16,11 +16,13 @@ from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Layout
 from metainfer.kernels.select import Selection
+from metainfer.planner.calibration import Calibration, key, nothing_measured
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 from metainfer.planner.layouts import NOT_BUILT, enumerate_layouts
 from metainfer.planner.limits import CacheTooSmall, longest_context
-from metainfer.planner.predict import Prediction, predict
+from metainfer.planner.predict import Prediction, predict, record_speed
 from metainfer.planner.ranks import UNKNOWN_MEMORY, Cards, Held
+from metainfer.planner.steps import StepCost, step_cost
 
 _ROOM = (DOES_NOT_FIT, UNKNOWN_MEMORY)
 
@@ -31,7 +33,8 @@ class Candidate:
 
     `cannot`: what forbids it whatever the memory; `error`: what memory lacks. `longest`: tokens of
     the longest sequence that one domain can hold; where the declared context
-    does not fit, of what would. `pairs`: (context, sequences at once).
+    does not fit, of what would. `pairs`: (context, sequences at once). `cost`: what its steps cost,
+    where the family can say; `calibration`: how long they took here.
     """
 
     layout: LayoutPlan
@@ -40,6 +43,8 @@ class Candidate:
     held: Held | None = None
     error: RefusedError | None = None
     prediction: Prediction | None = None
+    cost: StepCost | None = None
+    calibration: Calibration | None = None
     longest: int | None = None
     pairs: tuple[tuple[int, int], ...] = ()
 
@@ -162,6 +167,9 @@ def _judge(
     if cannot:
         return Candidate(layout=layout, cannot=cannot)
     step, limit = cards.limits.step_tokens, cards.arch.max_context
+    calibration = None
+    if layout.ranks == 1 and cards.measured is not nothing_measured:
+        calibration = cards.measured(key(cards.arch, cards.dtype, chosen.bundle, cards.threads))
     return Candidate(
         layout=layout,
         selection=chosen,
@@ -173,7 +181,10 @@ def _judge(
             cards.dtype,
             running=min(held.running, cards.limits.max_running),
             step_tokens=step,
+            calibration=calibration,
         ),
+        cost=step_cost(cards.counted, held, cards.facts, cards.dtype),
+        calibration=calibration,
         longest=held.longest(step, limit),
         pairs=held.pairs(step, limit),
     )
@@ -327,6 +338,7 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
         if each is not chosen
     )
     ledger.record("layouts", name, decided, why, losers)
+    record_speed(ledger, chosen.prediction)
     ledger.record("phase_layout", name, Origin.DERIVED, "the same for every phase")
     domains = chosen.layout.data
     ledger.record("kv_domains", domains, Origin.DERIVED, f"attention domains of {name}")
