@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from metainfer.cli import output
-from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
+from metainfer.cli.flags import NO_FLAGS, Adapters, EngineFlags, Json
 from metainfer.cli.generate import _flag, sampling
 from metainfer.cli.output import Result
 
@@ -31,6 +31,7 @@ def chat(
     top_k: Annotated[int, _flag("--top-k", text="0 = off")] = 0,
     seed: Annotated[int | None, _flag("--seed", text="makes sampling repeatable")] = None,
     engine: EngineFlags = NO_FLAGS,
+    adapter: Adapters = (),
     as_json: Json = False,
 ) -> Result:
     """Talk to MODEL. Ctrl-C stops an answer, Ctrl-D leaves. A pipe gives one turn per line.
@@ -44,7 +45,8 @@ def chat(
     sampling(temperature, top_p, top_k, seed, max_tokens or 1)  # refused before loading
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     terminal = sys.stdin.isatty()
-    with Session(engine.intent(model), Screen(quiet=not sys.stderr.isatty())) as session:
+    screen = Screen(quiet=not sys.stderr.isatty())
+    with Session(engine.intent(model, adapter), screen) as session:
         while (line := _read(terminal)) is not None:
             if not line.strip():
                 continue

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
+from metainfer.cli.flags import NO_FLAGS, Adapters, EngineFlags, Json
 from metainfer.cli.output import Result
 from metainfer.core.errors import UsageError
 
@@ -31,6 +31,7 @@ def plan(
     *,
     machine: MachineName = None,
     engine: EngineFlags = NO_FLAGS,
+    adapter: Adapters = (),
     as_json: Json = False,
 ) -> Result:
     """The decision: pages, memory ledger, layouts, and why each alternative lost.
@@ -44,7 +45,7 @@ def plan(
 
     if model is None:
         raise UsageError("No model is given.", "Pass --model MODEL.")
-    intent = engine.intent(model)
+    intent = engine.intent(model, adapter)
     if machine is not None:
         there = describe(machine, intent)
         document = plan_document(there.resolve(open_model(model, adapters=intent.adapters), intent))

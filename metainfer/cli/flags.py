@@ -85,6 +85,7 @@ INTENT_FIELDS = {
     "--layout": "layouts",
     "--parallel": "parallel",
     "--allow-fallback": "allow_fallback",
+    "--adapter": "adapters",
     "--no-prefix-cache": "prefix_cache",
     "--draft": "draft",
     "--model-option": "model_options",
@@ -98,6 +99,13 @@ def _flag(*names: str, text: str, group: Group = CHOICES) -> Parameter:
 
 def _size(*names: str, text: str) -> Parameter:
     return _flag(*names, text=text, group=SIZES)
+
+
+Adapters = Annotated[
+    tuple[str, ...],
+    _flag("--adapter", text="NAME=FOLDER: a LoRA adapter as PEFT saves it (repeatable)"),
+]
+"""Of the verbs that can answer with adapters."""
 
 
 @Parameter(name="*")
@@ -166,7 +174,7 @@ class EngineFlags:
         _flag("--config", text="FILE.toml or .yaml with flags by name", group=SOURCES),
     ] = None
 
-    def intent(self, model: str) -> Intent:
+    def intent(self, model: str, adapters: Sequence[str] = ()) -> Intent:
         """The `Intent`, with the origin of each value that the user gave."""
         given = {
             INTENT_FIELDS[flag]: setting
@@ -199,6 +207,7 @@ class EngineFlags:
             layouts=parse_pairs(self.layout, "--layout"),
             parallel=self.parallel,
             allow_fallback=self.allow_fallback,
+            adapters=parse_pairs(adapters, "--adapter"),
             origins=origins,
             said={
                 name: f"{setting.flag} set by {setting.said}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from metainfer.cli import output
-from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
+from metainfer.cli.flags import NO_FLAGS, Adapters, EngineFlags, Json
 from metainfer.cli.output import Result
 from metainfer.core.errors import RequestError, UsageError
 
@@ -67,6 +67,7 @@ def generate(
     ] = (),
     chat: Annotated[bool, _flag("--chat", text="wrap the prompt in the chat template")] = False,
     engine: EngineFlags = NO_FLAGS,
+    adapter: Adapters = (),
     as_json: Json = False,
 ) -> Result:
     """Continue a text and stop.
@@ -89,7 +90,7 @@ def generate(
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    with Session(engine.intent(model), screen) as session:
+    with Session(engine.intent(model, adapter), screen) as session:
         tools = session.text
         if chat:
             turn = [{"role": "user", "content": prompt}]

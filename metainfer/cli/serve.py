@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from metainfer.cli import output, settings
-from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
+from metainfer.cli.flags import NO_FLAGS, Adapters, EngineFlags, Json
 from metainfer.cli.output import Result
 from metainfer.cli.server_flags import NO_SERVER_FLAGS, ServerFlags
 from metainfer.core.errors import UsageError
@@ -29,19 +29,31 @@ def serve(
     *,
     server: ServerFlags = NO_SERVER_FLAGS,
     engine: EngineFlags = NO_FLAGS,
+    adapter: Adapters = (),
     as_json: Json = False,
 ) -> Result:
     """Serve MODEL over HTTP. Ctrl-C drains; a second one stops at once.
 
     Example: metainfer serve smollm2-135m --port 8000
     """
-    config = server.config(model)
-    intent = engine.intent(model)
+    intent = engine.intent(model, adapter)
+    config = replace(server.config(model), adapters=intent.adapters)
+    _check_names(config)
     if config.max_pending != MAX_PENDING:
         intent = replace(intent, max_waiting=config.max_pending)
     from metainfer.server.run import run
 
     return Result(code=run(_serve(intent, config, server)))
+
+
+def _check_names(config: ServerConfig) -> None:
+    """Refuse an adapter with a name of the model itself."""
+    shared = [name for name in config.adapters if name in config.model_names]
+    if shared:
+        raise UsageError(
+            f"--adapter gives {shared[0]!r}, which is a name of the model itself.",
+            "Give the adapter another name.",
+        )
 
 
 async def _serve(intent: Intent, config: ServerConfig, flags: ServerFlags) -> int:
@@ -64,7 +76,7 @@ async def _serve(intent: Intent, config: ServerConfig, flags: ServerFlags) -> in
     state = new_state(config, renew())
 
     def ready(info: EngineInfo) -> None:
-        screen.summary(info, url, config.model_names)
+        screen.summary(info, url, config.served)
         if not config.api_keys and flags.exposed:
             screen.line("  warning: no --api-key, and the address is reachable from other machines")
         if out.as_json:
@@ -105,7 +117,7 @@ def _ready_document(
 ) -> dict[str, object]:
     return {
         "url": url,
-        "models": list(config.model_names),
+        "models": list(config.served),
         "max_context": info.max_context,
         "kv_tokens": info.kv_tokens,
         "max_running": info.max_running,

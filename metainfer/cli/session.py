@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from metainfer.cli.clients import Screen, make_client
-from metainfer.core.errors import RequestError
+from metainfer.core.errors import RequestError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.model_text import TextTools, load_text
@@ -69,12 +69,20 @@ class Answer:
 
 
 class Session:
-    """A started engine on an event loop of its own; `with` it.
+    """A started engine on an event loop of its own; `with` it. Answers are those of the intent's
+    adapter where it has one.
 
     Ctrl-C during `generate` cancels the request and raises KeyboardInterrupt; the session goes on.
     """
 
     def __init__(self, intent: Intent, screen: Screen) -> None:
+        """Raises UsageError: several adapters, of which none is meant."""
+        if len(intent.adapters) > 1:
+            raise UsageError(
+                f"--adapter names {len(intent.adapters)} adapters, and one of them has to answer.",
+                "Name one here; serve takes many.",
+            )
+        self._adapter = next(iter(intent.adapters), "")
         self._runner = asyncio.Runner()
         self._client = make_client(intent, screen)
         self.info: EngineInfo
@@ -150,7 +158,9 @@ class Session:
         answer: Answer,
     ) -> None:
         params.check(self.info.vocab_size)
-        request = Request(uuid.uuid4().hex, prompt, params, self.info.eos_token_ids)
+        request = Request(
+            uuid.uuid4().hex, prompt, params, self.info.eos_token_ids, adapter=self._adapter
+        )
         answer.began = time.perf_counter()
         async with aclosing(self._client.submit(request)) as outputs:
             async for output in outputs:

@@ -90,6 +90,22 @@ def draft(text: str) -> str:
     return ours if tokens is None else f"{ours}:{tokens}"
 
 
+def adapter(text: str) -> str:
+    """``sql=/path``, or ``{"name": "sql", "path": "/path"}`` as ``sql=/path``.
+
+    Raises:
+        ValueError: a key that cannot be honoured, by name.
+    """
+    if not text.startswith("{"):
+        return text
+    wish = json.loads(text)
+    name, path = wish.pop("name", None), wish.pop("path", None)
+    wish.pop("base_model_name", None)  # a note for lists of models
+    if wish or not (isinstance(name, str) and isinstance(path, str)):
+        raise ValueError(f"name and path are wanted, and no {', '.join(sorted(wish)) or 'more'}")
+    return f"{name}={path}"
+
+
 def only(*values: str) -> Callable[[str], str | None]:
     """Nothing to set at `values`, refused at any other."""
 
@@ -129,6 +145,12 @@ ALIASES: tuple[Alias, ...] = (
     Alias(names=("--enable-expert-parallel", "-ep"), ours="--parallel", part="expert", takes=False),
     Alias(names=("--pipeline-parallel-size", "-pp"), already="one stage", convert=only("1")),
     Alias(names=("--speculative-config",), ours="--draft", convert=draft),
+    Alias(names=("--lora-modules",), ours="--adapter", convert=adapter),
+    Alias(names=("--enable-lora",), already="an adapter that is named is served", takes=False),
+    Alias(
+        names=("--max-loras", "--max-cpu-loras"), already="all that are named are on the device"
+    ),
+    Alias(names=("--max-lora-rank",), already="the adapters' own ranks decide"),
     Alias(names=("--no-enable-prefix-caching",), ours="--no-prefix-cache", takes=False),
     Alias(names=("--enable-prefix-caching",), already="prefixes are cached", takes=False),
     Alias(names=("--enable-chunked-prefill",), already="prompts are cut into chunks", takes=False),

@@ -78,20 +78,22 @@ class Health:
         return _json(state.info.plan)
 
     def _model(self, name: str) -> dict[str, object]:
-        info, text = self._state.info, self._state.text
+        info, text, config = self._state.info, self._state.text, self._state.config
+        base = info.model if info is not None else config.model_names[0]
         return {
             "id": name,
             "object": "model",
             "created": self._state.created,
             "owned_by": "metainfer",
-            "root": info.model if info is not None else name,
+            "root": config.adapters.get(name, base),
+            "parent": config.model_names[0] if name in config.adapters else None,
             "max_model_len": info.max_context if info is not None else None,
             "prompt_format": text.format.describe() if text is not None else None,
         }
 
     async def models(self) -> Any:
-        """The served names; all of them are one model."""
-        names = self._state.config.model_names
+        """The served names: of the model, then of its adapters."""
+        names = self._state.config.served
         return _json({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, model_id: str) -> Any:

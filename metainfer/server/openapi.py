@@ -166,7 +166,7 @@ def _drop_default_errors(document: dict[str, Any]) -> None:
 
 def _narrow(schemas: dict[str, Any], state: ServerState) -> None:
     """Put in what only the running server knows: model names, context."""
-    names = list(state.config.model_names)
+    names = list(state.config.served)
     for kind in _BODIES.values():
         properties = schemas[kind.__name__]["properties"]
         state.config.bounds.narrow(properties)

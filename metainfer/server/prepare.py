@@ -121,7 +121,7 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
 
 def check_model(config: ServerConfig, name: str) -> None:
     """Refuse a model that is not served here (404 ``model_not_found``)."""
-    if name not in config.model_names:
+    if name not in config.served:
         raise RequestError(
             f"Model {name[:200]!r} is not served here.",
             f"Use {config.model_names[0]!r}.",
@@ -283,6 +283,7 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
             eos_token_ids=info.eos_token_ids,
             priority=state.priority(body.priority),
             cache_salt=body.cache_salt or "",
+            adapter=body.model if body.model in state.config.adapters else "",
         )
         for engine_request in expand(request, n):
             if asked.chat is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,17 +35,19 @@ _CODES = {"starting": "loading", "restarting": "engine_dead"}
 class ServerConfig:
     """Limits and switches of one server. Sizes in bytes, times in seconds.
 
-    `api_keys` open the routes of level USER (none: anyone), `admin_keys` all routes (none: nobody
-    opens those of level ADMIN). `cors_origins`: pages that may call. `root_path`: under which a
-    proxy shows the server. `max_pending` bounds choices that are queued or running; more get
-    429 ``queue_full``. `bounds`: of requests. `body_s`: in which a body must be here.
-    `request_timeout_s`: of requests that name none. `higher_first`: a higher priority runs first.
-    `stall_s`: with work at hand and no step for this long, the server is not ready. `vllm_metrics`
-    adds vLLM's names to ``/metrics``. `max_restarts` of a dead engine, within ten minutes.
-    `otlp_endpoint`: URL of a collector of traces.
+    `adapters`: name -> folder of each, a model name of its own. `api_keys` open the routes of
+    level USER (none: anyone), `admin_keys` all routes (none: nobody opens those of level
+    ADMIN). `cors_origins`: pages that may call. `root_path`: under which a proxy shows the
+    server. `max_pending` bounds choices that are queued or running; more get 429
+    ``queue_full``. `bounds`: of requests. `body_s`: in which a body must be here.
+    `request_timeout_s`: of requests that name none. `higher_first`: a higher priority runs
+    first. `stall_s`: with work at hand and no step for this long, the server is not ready.
+    `vllm_metrics` adds vLLM's names to ``/metrics``. `max_restarts` of a dead engine, within
+    ten minutes. `otlp_endpoint`: URL of a collector of traces.
     """
 
     model_names: tuple[str, ...]
+    adapters: Mapping[str, str] = field(default_factory=dict)
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
@@ -62,6 +65,11 @@ class ServerConfig:
     vllm_metrics: bool = False
     max_restarts: int = 0
     otlp_endpoint: str | None = None
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Every name that a request may ask for."""
+        return (*self.model_names, *self.adapters)
 
 
 @dataclass(slots=True)

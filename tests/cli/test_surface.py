@@ -19,9 +19,10 @@ ENGINE = {
     "--goal", "--dtype", "--platform", "--op", "--layout", "--parallel", "--allow-fallback",
     "--no-prefix-cache", "--draft", "--model-option", "--config",
 }  # fmt: skip
+ADAPTERS = {"--adapter"}
 SAMPLING = {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed"}
 FLAGS: dict[tuple[str, ...], set[str]] = {
-    ("serve",): ENGINE | {
+    ("serve",): ENGINE | ADAPTERS | {
         "--host", "--port", "--uds", "--root-path", "--ssl-certfile", "--ssl-keyfile",
         "--api-key", "--api-key-file", "--admin-key", "--cors-origin",
         "--max-pending", "--max-body", "--max-headers", "--limit", "--request-timeout",
@@ -30,13 +31,13 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
         "--nan-guard", "--hang-after", "--max-restarts", "--metrics-compat",
         "--otlp-endpoint", "--json",
     },
-    ("generate",): ENGINE | SAMPLING | {"--prompt", "--stop", "--chat", "--json"},
-    ("chat",): ENGINE | SAMPLING | {"--system", "--json"},
+    ("generate",): ENGINE | ADAPTERS | SAMPLING | {"--prompt", "--stop", "--chat", "--json"},
+    ("chat",): ENGINE | ADAPTERS | SAMPLING | {"--system", "--json"},
     ("doctor",): ENGINE | {
         "--model", "--machine", "--save-machine", "--deep", "--html", "--host-text",
         "--save-host-text", "--engine", "--engine-args", "--json",
     },
-    ("plan",): ENGINE | {"--model", "--machine", "--json"},
+    ("plan",): ENGINE | ADAPTERS | {"--model", "--machine", "--json"},
     ("plan", "diff"): {"--json"},
     ("simulate",): ENGINE | {
         "--model", "--machine", "--workload", "--curve", "--seed", "--acceptance", "--compare",
