@@ -88,6 +88,7 @@ INTENT_FIELDS = {
     "--adapter": "adapters",
     "--no-prefix-cache": "prefix_cache",
     "--draft": "draft",
+    "--grammar-backend": "grammar",
     "--model-option": "model_options",
 }
 """Flag -> the field of the `Intent` that it sets."""
@@ -164,6 +165,10 @@ class EngineFlags:
             text="speculation: off, auto (by gain), ngram:N (tokens seen before), mtp:N (a module)",
         ),
     ] = None
+    grammar_backend: Annotated[
+        Literal["auto", "llguidance", "xgrammar"] | None,
+        _flag("--grammar-backend", text="library behind structured output and enforced calls"),
+    ] = None
     model_option: Annotated[
         tuple[str, ...],
         _flag("--model-option", text="NAME=VALUE: a switch of the model's family (repeatable)"),
@@ -202,6 +207,7 @@ class EngineFlags:
             threads=self.threads,
             prefix_cache=not self.no_prefix_cache,
             draft=self.draft,
+            grammar=self.grammar_backend,
             model_options=parse_pairs(self.model_option, "--model-option"),
             ops=parse_pairs(self.op, "--op"),
             layouts=parse_pairs(self.layout, "--layout"),

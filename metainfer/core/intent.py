@@ -30,6 +30,7 @@ DECISIONS: Mapping[str, str] = {
     "chunk_tokens": "limits.step_tokens",
     "threads": "threads",
     "prefix_cache": "prefix_cache",
+    "grammar": "grammar",
     "draft": "draft",
     "model_options": "model",
     "ops": "ops",
@@ -54,9 +55,9 @@ class Intent:
     `allow_fallback`: ops that may take a reference path. `parallel`: how cards share the model
     (``single``, ``tp8``, ``ep8`` ...), by name. `adapters`: name -> folder of a LoRA adapter.
     `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
-    ``mtp:N``. `model_options`: switches of the model's family, where its published code and its
-    deployments differ. `said`: field -> where its value came from, in words, where it was not
-    simply a flag.
+    ``mtp:N``. `grammar`: the grammar library. `model_options`: switches of the model's family,
+    where its published code and its deployments differ. `said`: field -> where its value came from,
+    in words, where it was not simply a flag.
     """
 
     model: str
@@ -73,6 +74,7 @@ class Intent:
     threads: int | None = None
     prefix_cache: bool = True
     draft: str | None = None
+    grammar: str | None = None
     model_options: Mapping[str, str] = field(default_factory=dict)
     ops: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)

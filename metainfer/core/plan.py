@@ -122,6 +122,7 @@ class Plan:
     kv_groups: tuple[GroupPlan, ...]
     kv_tokens: int
     prefix_cache: bool
+    grammar: str  # the library behind structured output and enforced calls, or ``none``
     bundle: Mapping[str, str]
     ops: Mapping[str, OpPlan]
     graph_buckets: tuple[int, ...]

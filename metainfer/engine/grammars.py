@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from metainfer.core.errors import ModelError, RequestError
 from metainfer.core.request import Request
 from metainfer.grammar.backend import Compiled, GrammarError, Vocabulary
+from metainfer.grammar.backends import opened, require
 from metainfer.grammar.library import Library
-from metainfer.grammar.llg import LLGuidance, require
 
 if TYPE_CHECKING:
     from metainfer.text.tokenizer import Tokenizer
@@ -34,18 +34,20 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Voc
     return Vocabulary(pieces, tuple(i for i in ends if i < size), control, encode)
 
 
-def open_library(reference: str, size: int, ends: tuple[int, ...]) -> tuple[Library | None, str]:
-    """The library over a model's vocabulary, or None and why there is none."""
+def open_library(
+    name: str, reference: str, size: int, ends: tuple[int, ...]
+) -> tuple[Library | None, str]:
+    """The plan's library `name` over a model's vocabulary, or None and why there is none."""
     from metainfer.engine.model_text import load_text
 
     try:
-        require()
+        require(name)
         if not ends:
             return None, "The model names no token that ends an answer."
         tokenizer = load_text(reference, size).tokenizer
     except (RequestError, ModelError) as error:
         return None, str(error)
-    return Library(LLGuidance(vocabulary_of(tokenizer, size, ends))), ""
+    return Library(opened(name, vocabulary_of(tokenizer, size, ends))), ""
 
 
 class GrammarDesk:

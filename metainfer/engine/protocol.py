@@ -47,6 +47,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
     held_bytes: dict[str, int] = {}  # by kind of the plan's ledger, as in fact held
     links: tuple[LinkFacts, ...] = ()  # as read off the machine
 
+    @property
+    def grammar_library(self) -> str:
+        """The plan's grammar library (`grammar.backends`)."""
+        return str(self.plan.get("plan", self.plan).get("grammar", "llguidance"))
+
 
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges and counters after a step; counters only grow."""

@@ -41,6 +41,7 @@ class Rank:
         resolved = machine.resolve_proven(self._model, intent, lambda case: None)
         _same_plan(facts, resolved)
         self._vocab = resolved.arch.vocab_size
+        self._grammar = resolved.plan.grammar
         layout, slots = resolved.plan.layouts[0], resolved.sizes.slots
         place = Place(layout, facts.rank)
         self._links = HostRanks(facts.token, place)
@@ -58,7 +59,7 @@ class Rank:
 
     def use_grammars(self) -> None:
         library, _ = open_library(
-            self._model.source.reference, self._vocab, self._model.eos_token_ids
+            self._grammar, self._model.source.reference, self._vocab, self._model.eos_token_ids
         )
         if library is not None:
             self._side.executor.use_grammars(library.open)

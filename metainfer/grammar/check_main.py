@@ -1,4 +1,4 @@
-"""The process that tries grammars out: ``python -m metainfer.grammar.check_main FD``.
+"""The process that tries grammars out: ``python -m metainfer.grammar.check_main LIBRARY FD``.
 
 Over the socket FD comes one JSON line per grammar, [kind, text]; back goes one JSON line, the
 library's cause or an empty text. The operating system bounds each compile: a signal ends this
@@ -14,25 +14,26 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
 from metainfer.core.request import GrammarSpec
-from metainfer.grammar.backend import GrammarError, Matcher, Vocabulary
-from metainfer.grammar.llg import LLGuidance
+from metainfer.grammar.backend import Backend, GrammarError, Matcher, Vocabulary
+from metainfer.grammar.backends import opened
 
 CPU_S = 0.5
 MASK_S = 0.02
 STEPS = 24
 MARKS, MOST_MARKS = 257, 16  # ids that stand for a family's marker tokens
-MEMORY = 4 << 30  # of address space; a few tens of MB are in use
+MEMORY = 4 << 30  # of address space, beyond what the library takes
 
 
-def bytes_backend() -> LLGuidance:
-    """The backend over single bytes, one end and some markers: enough to say whether a grammar can
+def bytes_backend(name: str) -> Backend:
+    """A library over single bytes, one end and some markers: enough to say whether a grammar can
     be had."""
     pieces = [*(bytes([byte]) for byte in range(256)), b"<end>", *[b"<mark>"] * MOST_MARKS]
-    return LLGuidance(Vocabulary(pieces, (256,), tuple(range(256, len(pieces)))))
+    return opened(name, Vocabulary(pieces, (256,), tuple(range(256, len(pieces)))))
 
 
 def _walk(matcher: Matcher, vocabulary: Vocabulary) -> None:
@@ -57,11 +58,12 @@ def _walk(matcher: Matcher, vocabulary: Vocabulary) -> None:
 
 def main() -> None:
     """Answer until the other side closes."""
-    backend = bytes_backend()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    backend = bytes_backend(sys.argv[1])
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, held + MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    with socket.socket(fileno=int(sys.argv[1])) as other, other.makefile("rwb") as stream:
+    with socket.socket(fileno=int(sys.argv[2])) as other, other.makefile("rwb") as stream:
         stream.write(b'""\n')  # ready
         stream.flush()
         for line in stream:

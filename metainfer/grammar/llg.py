@@ -6,7 +6,6 @@ limits bound both, so that no schema or pattern holds a step up; hitting one end
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metainfer.core.errors import RequestError
 from metainfer.core.parts import AnyOf, Free, Json, Literal, Marker, Part, Pattern, Repeat, decode
 from metainfer.core.request import GrammarSpec
 from metainfer.grammar.backend import DEAD_END, GrammarError, Vocabulary
@@ -36,20 +34,6 @@ _LIMITS: dict[str, Any] = {
     "max_items_in_row": 10_000,
     "verbose_errors": False,
 }
-
-
-def require() -> None:
-    """Refuse what needs llguidance where it is not installed.
-
-    Raises:
-        RequestError: 400 ``unsupported_parameter`` with the remedy.
-    """
-    if importlib.util.find_spec("llguidance") is None:
-        raise RequestError(
-            "Structured output and enforced calls need the package llguidance, which is not here.",
-            "Install it where the server runs: pip install 'metainfer[grammar]'.",
-            code="unsupported_parameter",
-        )
 
 
 class LLGuidance:
@@ -168,7 +152,8 @@ def _grammar(spec: GrammarSpec) -> str:
     try:
         if spec.kind == "json":
             options: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-            grammar: str = LLMatcher.grammar_from_json_schema(spec.text, overrides=options)
+            schema = json.dumps(_told(json.loads(spec.text)))
+            grammar: str = LLMatcher.grammar_from_json_schema(schema, overrides=options)
         elif spec.kind == "parts":
             grammar = _Lark().of(decode(spec.text))
         else:
@@ -177,6 +162,35 @@ def _grammar(spec: GrammarSpec) -> str:
     except ValueError as error:
         raise GrammarError(_one_line(str(error))) from error
     return grammar
+
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+_ONES = ("items", "additionalProperties")
+
+
+def _told(schema: Any) -> Any:
+    """`schema` as llguidance is to be told it; it is not nested deeply.
+
+    An object that says nothing of other properties may have any. Left at that, a model could spell
+    a described name with escapes and give it any value; keys under a pattern have one spelling.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    for word in _MAPS:
+        if isinstance(out.get(word), dict):
+            out[word] = {name: _told(value) for name, value in out[word].items()}
+    for word in _LISTS:
+        if isinstance(out.get(word), list):
+            out[word] = list(map(_told, out[word]))
+    for word in _ONES:
+        if word in out:
+            out[word] = _told(out[word])
+    free = out.get("additionalProperties", True) is True and "patternProperties" not in out
+    if out.get("properties") and free:
+        out |= {"patternProperties": {"^": True}, "additionalProperties": False}
+    return out
 
 
 class _Lark:
@@ -202,7 +216,7 @@ class _Lark:
             return json.dumps(part.text) if part.id is None else f"<[{part.id}]>"
         if isinstance(part, Json):
             space = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-            return "%json " + json.dumps({**part.schema, "x-guidance": space})
+            return "%json " + json.dumps({**_told(part.schema), "x-guidance": space})
         if isinstance(part, Pattern):
             return f"/{_slashes(part.regex)}/"
         if isinstance(part, Free):

@@ -20,7 +20,7 @@ from metainfer.kernels.select import Policy, Selection, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
-from metainfer.planner import adapters, drafts
+from metainfer.planner import adapters, drafts, grammars
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.graphs import decode_graphs
 from metainfer.planner.ranks import Cards, Held
@@ -294,6 +294,8 @@ class _Resolver:
         """Everything decided, frozen."""
         layout, limits, draft = held.layout, cards.limits, cards.draft
         buckets = self.graph_buckets(selection, held.cache.sizes.slots, draft)
+        intent, software = self.intent, self.facts.software
+        grammar = grammars.decide(intent.grammar, software, self.ledger, intent.origin("grammar"))
         threads = self.ledger["threads"].value
         assert isinstance(threads, int)
         return Plan(
@@ -316,6 +318,7 @@ class _Resolver:
             kv_groups=tuple(_group_plan(group, held.cache.sizes) for group in held.groups),
             kv_tokens=held.kv_tokens,
             prefix_cache=self.intent.prefix_cache,
+            grammar=grammar,
             bundle=dict(selection.bundle.layouts),
             ops={
                 f"{c.request.site}@{c.request.phase.value}": OpPlan(

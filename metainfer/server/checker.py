@@ -20,7 +20,8 @@ class Checker:
     """One checking process, started when first needed and again after a grammar ended it. Blocking;
     one caller at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: str) -> None:
+        self._library = library
         self._child: Child | None = None
         self._socket: socket.socket | None = None
         self._buffer = b""
@@ -61,7 +62,7 @@ class Checker:
         with theirs:
             number = theirs.fileno()
             self._child = spawn_python(
-                "metainfer.grammar.check_main", [str(number)], pass_fds=(number,)
+                "metainfer.grammar.check_main", [self._library, str(number)], pass_fds=(number,)
             )
         self._socket, self._buffer = ours, b""
         ours.settimeout(START_S)

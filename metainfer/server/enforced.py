@@ -32,11 +32,13 @@ async def call_grammar(
     choice: ToolChoice,
     wish: Asked | None,
     prompt: Prompt,
+    library: str,
 ) -> tuple[GrammarSpec | None, tuple[str, ...]]:
     """(the grammar of an answer to `prompt` that may call `tools`, None where nothing has to hold;
     remarks).
 
-    `wish` is a grammar for the answer's text: one that may be called instead of calls.
+    `wish` is a grammar for the answer's text: one that may be followed instead. `library`: by whose
+    word it can be enforced.
 
     Raises:
         RequestError: 400 ``invalid_schema``; what must hold cannot be enforced. Under ``auto`` that
@@ -50,7 +52,7 @@ async def call_grammar(
         return None, ()
     only_strict = not must and wish is None and choice.names is None
     try:
-        spec = await _enforced(text, offered, choice, None if must else wish)
+        spec = await _enforced(text, offered, choice, None if must else wish, library)
         return placed(spec, text, prompt, "tools"), ()
     except RequestError as error:
         if only_strict and error.status == 400:
@@ -63,6 +65,7 @@ async def _enforced(
     offered: Sequence[Mapping[str, Any]],
     choice: ToolChoice,
     wish: Asked | None,
+    library: str,
 ) -> GrammarSpec:
     """The checked grammar over the model's own markers."""
     every = choice.mode == "required"
@@ -83,12 +86,12 @@ async def _enforced(
             "Offer fewer or smaller tools.",
         )
     try:
-        await check(("tools", written(tried, rules)))
+        await check(("tools", written(tried, rules)), library)
     except RequestError as error:
         if error.code != "invalid_schema" or len(rules) == 1:
             raise
         for rule in rules:  # whose fault it is
-            await check((f"the schema of {rule.name!r}", written(tried, [rule])))
+            await check((f"the schema of {rule.name!r}", written(tried, [rule])), library)
         raise
     return spec
 

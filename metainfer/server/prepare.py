@@ -6,7 +6,9 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, TypeVar, cast
 
 from metainfer.core.errors import RequestError
@@ -116,7 +118,15 @@ class _Asked:
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
     """Run `work` here when its input is small, else on a thread so that streams go on."""
-    return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
+    if size <= _INLINE_CHARS:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads(), work)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Two threads: each that computes makes the loop wait for its turn, and keeps a heap."""
+    return ThreadPoolExecutor(2, "prepare")
 
 
 def check_model(config: ServerConfig, name: str) -> None:
@@ -155,14 +165,16 @@ async def chat_job(
         )
     wish = grammar_of(body)
     choice = choice_of(body)
-    conversation = conversation_of(text, body)
+    conversation = await off_loop(size_of(body), lambda: conversation_of(text, body))
     if wish is not None:
-        await check(wish)
+        await check(wish, info.grammar_library)
     prompt = await off_loop(size_of(body), lambda: text.format.encode(conversation))
     calls: GrammarSpec | None = None
     notes: tuple[str, ...] = ()
     if conversation.tools:
-        calls, notes = await call_grammar(text, conversation.tools, choice, wish, prompt)
+        calls, notes = await call_grammar(
+            text, conversation.tools, choice, wish, prompt, info.grammar_library
+        )
     grammar = calls
     if calls is None and wish is not None:
         grammar = placed(wish[1], text, prompt)
@@ -205,7 +217,7 @@ async def completion_job(state: ServerState, body: CompletionRequest, arrived: f
         )
     wish = grammar_of(body)
     if wish is not None:
-        await check(wish)
+        await check(wish, info.grammar_library)
     asked = _Asked(
         prefix="cmpl-",
         arrived=arrived,

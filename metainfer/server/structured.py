@@ -19,7 +19,7 @@ from metainfer.core.errors import RequestError
 from metainfer.core.request import GrammarSpec
 from metainfer.engine.model_text import TextTools
 from metainfer.grammar.backend import GrammarError
-from metainfer.grammar.llg import require
+from metainfer.grammar.backends import KNOWN, require
 from metainfer.grammar.rules import (
     ANY_OBJECT,
     MAX_SCHEMA_CHARS,
@@ -32,9 +32,6 @@ from metainfer.server.checker import Checker
 from metainfer.server.schemas import ResponseFormat, Sampling, StructuredOutputs
 from metainfer.text.dialogue import Prompt
 from metainfer.text.markup import Opening
-
-CHECK_S = 5.0
-"""How long a request waits for its check, the queue included."""
 
 REMEMBERED = 256
 
@@ -156,25 +153,27 @@ def _ids(text: TextTools, tag: str) -> tuple[int, ...]:
     return tuple(ids) if len(ids) == len(tag.encode()) else ()
 
 
-async def check(asked: Asked) -> None:
-    """Have it compiled elsewhere once: what the library refuses is refused here.
+async def check(asked: Asked, library: str) -> None:
+    """Have `library` compile it elsewhere once: what it refuses is refused here. A request waits
+    for that no longer than the library takes to start, the queue included.
 
     Raises:
         RequestError: 400 ``invalid_schema`` with the library's cause; 503 ``queue_full`` when
             checks queue up; 400 ``unsupported_parameter`` without the library.
     """
     name, spec = asked
-    require()
-    key = spec.kind, spec.text
+    require(library)
+    key = library, spec.kind, spec.text
     if key in _verdicts:
         _verdicts.move_to_end(key)
     else:
         loop = asyncio.get_running_loop()
         try:
-            cause = await asyncio.wait_for(loop.run_in_executor(_pool(), _cause, spec), CHECK_S)
+            work = loop.run_in_executor(_pool(), _cause, spec, library)
+            cause = await asyncio.wait_for(work, KNOWN[library].start_s)
         except TimeoutError as error:
             raise RequestError(
-                f"{name} was not checked within {CHECK_S:.0f} s.",
+                f"{name} was not checked within {KNOWN[library].start_s:.0f} s.",
                 "Try again later.",
                 status=503,
                 error_type="server_error",
@@ -189,8 +188,8 @@ async def check(asked: Asked) -> None:
         raise bad_grammar(f"{name} cannot be enforced: {_verdicts[key]}.", name)
 
 
-#: What recent checks found, by kind and text: the cause of a refusal, or empty.
-_verdicts: OrderedDict[tuple[str, str], str] = OrderedDict()
+#: What recent checks found, by library, kind and text: the cause of a refusal, or empty.
+_verdicts: OrderedDict[tuple[str, str, str], str] = OrderedDict()
 
 
 @cache
@@ -199,13 +198,13 @@ def _pool() -> ThreadPoolExecutor:
 
 
 @cache
-def _checker() -> Checker:
-    return Checker()
+def _checker(library: str) -> Checker:
+    return Checker(library)
 
 
-def _cause(spec: GrammarSpec) -> str:
+def _cause(spec: GrammarSpec, library: str) -> str:
     try:
-        _checker().check(spec)
+        _checker(library).check(spec)
     except GrammarError as error:
         return error.cause
     return ""

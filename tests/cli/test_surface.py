@@ -17,7 +17,7 @@ ENGINE = {
     "--context", "--concurrency", "--kv-memory", "--memory-share", "--chunk-tokens",
     "--page-tokens", "--threads",
     "--goal", "--dtype", "--platform", "--op", "--layout", "--parallel", "--allow-fallback",
-    "--no-prefix-cache", "--draft", "--model-option", "--config",
+    "--no-prefix-cache", "--draft", "--grammar-backend", "--model-option", "--config",
 }  # fmt: skip
 ADAPTERS = {"--adapter"}
 SAMPLING = {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed"}

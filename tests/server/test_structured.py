@@ -160,7 +160,7 @@ def test_a_hostile_grammar_holds_nobody_up(server: Running) -> None:
 
 
 def test_the_checker_survives_what_it_checks() -> None:
-    checker = Checker()
+    checker = Checker("llguidance")
     bomb = json.dumps({"allOf": [{"type": "integer", "multipleOf": m} for m in (97, 89, 83)]})
     checker.check(GrammarSpec("regex", "a"))
     assert checker._child is not None
@@ -178,7 +178,7 @@ def test_the_checker_survives_what_it_checks() -> None:
 def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"pip install 'metainfer\[grammar\]'") as error:
-        structured.require()
+        structured.require("llguidance")
     assert error.value.status == 400
 
 
