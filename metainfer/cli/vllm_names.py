@@ -147,9 +147,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias(names=("--speculative-config",), ours="--draft", convert=draft),
     Alias(names=("--lora-modules",), ours="--adapter", convert=adapter),
     Alias(names=("--enable-lora",), already="an adapter that is named is served", takes=False),
-    Alias(
-        names=("--max-loras", "--max-cpu-loras"), already="all that are named are on the device"
-    ),
+    Alias(names=("--max-loras", "--max-cpu-loras"), already="all that are named are on the device"),
     Alias(names=("--max-lora-rank",), already="the adapters' own ranks decide"),
     Alias(names=("--no-enable-prefix-caching",), ours="--no-prefix-cache", takes=False),
     Alias(names=("--enable-prefix-caching",), already="prefixes are cached", takes=False),

@@ -292,6 +292,8 @@ class Engine:
             drafted_tokens=counters.drafted_tokens,
             accepted_drafts=counters.accepted_drafts,
             draft_alarm=reading.draft_alarm,
+            running_adapters=reading.running_adapters,
+            waiting_adapters=reading.waiting_adapters,
             draft_depth=reading.draft_depth,
             draft_gain=reading.draft_gain,
             cache_alarms=reading.cache_alarms,

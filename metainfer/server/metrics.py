@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from metainfer.engine.protocol import EngineInfo, EngineStats
 from metainfer.server.metrics_facts import facts, gauge
-from metainfer.server.metrics_vllm import aliases
+from metainfer.server.metrics_vllm import adapters_info, aliases
 from metainfer.server.recent import Window
 from metainfer.server.restarts import Restarts
 
@@ -264,6 +264,7 @@ class Metrics:
                 self.histograms,
                 self._finished,
             )
+            yield from adapters_info(self.info, stats)
 
 
 class _Collector:

@@ -6,10 +6,12 @@ given; nothing is filled with zeros.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from metainfer.engine.protocol import EngineInfo, EngineStats
     from metainfer.server.metrics import Histogram
 
 #: our name -> theirs
@@ -75,3 +77,19 @@ def aliases(
     for reason, count in reasons.items():
         success.add_metric([*values, reason], count)
     yield success
+
+
+def adapters_info(info: EngineInfo | None, stats: EngineStats) -> Iterator[Any]:
+    """``vllm:lora_requests_info``: names in labels, the time of reading as value, as routers that
+    place requests by adapter expect it. Nothing where no adapter is loaded."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    plan = {} if info is None else info.plan.get("plan", info.plan)
+    loaded = plan.get("adapters", ())
+    if loaded:
+        labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        text = "Adapters of running and of waiting requests."
+        family = GaugeMetricFamily("vllm:lora_requests_info", text, labels=labels)
+        lists = [",".join(names) for names in (stats.running_adapters, stats.waiting_adapters)]
+        family.add_metric([str(len(loaded)), *lists], time.time())
+        yield family
