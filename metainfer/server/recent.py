@@ -86,6 +86,11 @@ class Sample(msgspec.Struct, frozen=True):
     generated_tok_s: float
 
 
+def _grown(before: int, now: int) -> int:
+    """What a counter grew by; one that fell began again with a new engine."""
+    return now - before if now >= before else now
+
+
 class History:
     """Samples of the last ten minutes."""
 
@@ -110,8 +115,8 @@ class History:
                 stats.running,
                 stats.waiting,
                 stats.kv_used,
-                (stats.prompt_tokens - before[1]) / seconds,
-                (stats.generated_tokens - before[2]) / seconds,
+                _grown(before[1], stats.prompt_tokens) / seconds,
+                _grown(before[2], stats.generated_tokens) / seconds,
             )
         )
 

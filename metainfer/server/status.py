@@ -222,12 +222,12 @@ def links(info: EngineInfo) -> list[Link]:
 def alarms(state: ServerState) -> Iterator[Alarm]:
     """What an operator should look at now, worst first."""
     stats, info = state.client.stats, state.info
-    if state.status == "engine_dead":
-        yield Alarm("engine_dead", "The engine process ended.")
-    if state.status == "stalled":
-        yield Alarm("stalled", f"The engine has given no result for {state.silent_s:.0f} s.")
-    if state.status == "draining":
-        yield Alarm("draining", "The server is shutting down and takes no new requests.")
+    if state.status not in ("starting", "ready"):
+        yield Alarm(state.status, state.reason)
+    if state.restarts.count:
+        yield Alarm(
+            "restarted", f"The engine died and was started again: {state.restarts.count} x."
+        )
     if stats.draft_alarm:
         yield Alarm("drafts", f"Speculation: {stats.draft_alarm}.")
     for text in stats.cache_alarms:

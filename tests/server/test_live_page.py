@@ -249,6 +249,11 @@ def test_alarms_are_said_once_each_worst_first() -> None:
     draining = ready(state_of(EngineStats()), links=(), plan={})
     draining.draining = True
     assert codes(draining) == ["draining"]
+    back = ready(state_of(EngineStats()), links=(), plan={})
+    back.restarts.ready(2.0)
+    assert codes(back) == ["restarted"]
+    back.restarting = "killed"
+    assert codes(back) == ["restarting", "restarted"]
 
 
 def test_memory_beyond_the_ledger_is_an_alarm() -> None:

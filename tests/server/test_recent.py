@@ -86,6 +86,13 @@ def test_a_clock_that_is_set_back_gives_no_negative_rate() -> None:
     assert [sample.generated_tok_s for sample in history.since(0.0)] == [2.0]
 
 
+def test_a_new_engine_counts_from_zero() -> None:
+    history = History()
+    history.take(100.0, EngineStats(generated_tokens=1000))
+    history.take(102.0, EngineStats(generated_tokens=6))
+    assert [sample.generated_tok_s for sample in history.since(0.0)] == [3.0]
+
+
 def test_ten_minutes_are_kept() -> None:
     history = History()
     for step in range(SAMPLES + 50):

@@ -79,7 +79,15 @@ function decisions(found) {
     others.map((each) => [each.key, text(each.value), each.origin, each.why, refused(each.losers)]), "choices"));
 }
 
+// The verdict of `metainfer verify`, if there is one for this very plan.
+function verification(verdict) {
+  const text = verdict?.text ?? "Unknown.";
+  const word = verdict?.verified ? "good" : "unknown";
+  put("verification-body", el("p", { class: `verdict ${word}` }, text));
+}
+
 export function show(document) {
+  verification(document.verification);
   kernels(document);
   layouts(document.layouts);
   ledger(document.ledger);
