@@ -76,7 +76,8 @@ class Context:
 
     request: OpRequest
     facts: Facts
-    layouts: Mapping[str, str] = field(default_factory=dict)  # role -> layout id of the bundle
+    # Role -> layout id of the bundle, of the roles that any candidate of the op requires.
+    layouts: Mapping[str, str] = field(default_factory=dict)
 
 
 Condition = Callable[[Context], Verdict]

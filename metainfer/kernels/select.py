@@ -185,12 +185,23 @@ def select(
     _check_pins(registry, requests, policy)
     feasible: list[Bundle] = []
     refused: list[RefusedBundle] = []
+    found: dict[tuple[int, tuple[str | None, ...]], Choice | Unserved] = {}
+    roles = {request.op: _roles(registry, request.op) for request in requests}
+
+    def outcome(number: int, request: OpRequest, layouts: Mapping[str, str]) -> Choice | Unserved:
+        """Looked at once for each combination of those layouts that the op's candidates need."""
+        key = (number, tuple(layouts.get(role) for role in roles[request.op]))
+        if key not in found:
+            own = {role: layouts[role] for role in roles[request.op] if role in layouts}
+            found[key] = _outcome(registry, request, facts, own, policy)
+        return found[key]
+
     for layouts in candidate_layouts(registry, requests):
         verdict = _layout_objections(registry, layouts, requests, facts, policy)
         if not verdict.accepted:
             refused.append(RefusedBundle(layouts, verdict.reasons))
             continue
-        outcomes = [_outcome(registry, r, facts, layouts, policy) for r in requests]
+        outcomes = [outcome(number, r, layouts) for number, r in enumerate(requests)]
         unserved = tuple(o for o in outcomes if isinstance(o, Unserved))
         if unserved:
             refused.append(RefusedBundle(layouts, unserved_reasons(unserved), unserved))
@@ -203,6 +214,11 @@ def select(
     winner = feasible[0]
     refused += [RefusedBundle(b.layouts, (_slower(b, winner),)) for b in feasible[1:]]
     return Selection(winner, tuple(refused), tuple(feasible[1:]))
+
+
+def _roles(registry: Registry, op: str) -> tuple[str, ...]:
+    """Whose layouts an op's candidates need: all that a `Context` shows to them."""
+    return tuple(sorted({role for impl in registry.of(op) for role in impl.requires_layout}))
 
 
 def _outcome(

@@ -16,10 +16,15 @@ the tensor ranks (`expert` 1). Groups that share no weight are replicas.
 
 from __future__ import annotations
 
-from metainfer.core.plan import LayoutPlan
+from metainfer.core.plan import DraftPlan, LayoutPlan
+from metainfer.core.verdict import Verdict, all_of, require
+from metainfer.planner.drafts import MODEL
+from metainfer.platform.facts import CPU
 
 SINGLE = "single"
-NOT_BUILT = "layouts of several ranks are not built yet"
+NOT_BUILT = "layouts over several cards are not built yet"
+MOST_PROCESSES = 8
+"""Ranks that a host's CPU may be shared by; as many as collectives are built for."""
 
 
 def enumerate_layouts(devices: int, experts: int) -> tuple[LayoutPlan, ...]:
@@ -36,6 +41,27 @@ def enumerate_layouts(devices: int, experts: int) -> tuple[LayoutPlan, ...]:
             for expert in (1, *(sharing if experts else ())):
                 found[_layout(ranks, tensor, expert)] = None
     return tuple(found)
+
+
+def processes(asked: str | None, experts: int) -> int:
+    """Ranks of the layout named `asked` on a CPU, where ranks are processes of the host; 1 for a
+    name that none has."""
+    for ranks in range(2, MOST_PROCESSES + 1):
+        if asked in [layout.name for layout in enumerate_layouts(ranks, experts)]:
+            return ranks
+    return 1
+
+
+def runs(layout: LayoutPlan, kind: str, draft: DraftPlan) -> Verdict:
+    """Whether this release runs a layout on devices of `kind`, and not only plans it."""
+    several, meet = layout.ranks > 1, layout.expert > layout.tensor
+    drafted = "a drafting model's ranks would meet at experts in steps that not all of them take"
+    return all_of(
+        [
+            require(not several or kind == CPU, "not-built", NOT_BUILT, devices=layout.ranks),
+            require(not (meet and draft.method == MODEL), "draft", drafted),
+        ]
+    )
 
 
 def replicas(layout: LayoutPlan) -> int:

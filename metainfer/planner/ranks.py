@@ -16,8 +16,8 @@ from metainfer.kernels.impl import Layout
 from metainfer.kv.book.spec import CacheSpec, GroupSpec, form_groups
 from metainfer.models.arch import Arch
 from metainfer.planner import drafts
-from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.adapters import adapter_rows
+from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.fitting import DOES_NOT_FIT
 from metainfer.planner.limits import (
     CacheAsk,
@@ -208,7 +208,9 @@ class Cards:
         """Device bytes that the cache takes, and the most it could be asked for."""
         device = self.facts.device
         on_cpu = device.kind == CPU
-        memory = self.facts.host.memory_bytes if on_cpu else device.memory_bytes
+        memory = device.memory_bytes
+        if on_cpu and self.facts.host.memory_bytes is not None:
+            memory = self.facts.host.memory_bytes // layout.ranks  # ranks are processes of the host
         whole = memory is None or (on_cpu and self.intent.memory_share is None)
         usable = memory if memory is None or whole else self._usable(memory)
         free = None if usable is None else usable - held

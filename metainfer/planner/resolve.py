@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import DECISIONS, GOALS, MAX_PENDING, Intent
 from metainfer.core.ledger import Decision, DecisionLedger, Loser, Origin
-from metainfer.core.plan import DraftPlan, GroupPlan, Limits, ModelPlan, OpPlan, Plan
+from metainfer.core.plan import DraftPlan, GroupPlan, LayoutPlan, Limits, ModelPlan, OpPlan, Plan
 from metainfer.core.step import Phase
 from metainfer.kernels.impl import OpRequest
 from metainfer.kernels.registry import Registry
@@ -25,7 +26,7 @@ from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.graphs import decode_graphs
 from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.search import Candidate, search, unbuilt
-from metainfer.planner.weights import DTYPE_BYTES, Census, census
+from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, census
 from metainfer.platform.facts import CPU, Facts
 
 PHASES = (Phase.CHUNK, Phase.MIXED, Phase.DECODE)
@@ -206,8 +207,16 @@ class _Resolver:
         return plan
 
     def requests(
-        self, dtype: str, limits: Limits, page_tokens: int, draft: DraftPlan, counted: Census
+        self,
+        dtype: str,
+        limits: Limits,
+        page_tokens: int,
+        draft: DraftPlan,
+        counted: Census,
+        layout: LayoutPlan = WHOLE,
     ) -> tuple[OpRequest, ...]:
+        """What one rank's kernels are asked for, in its own shapes (B-04)."""
+        arch = self.arch if layout.tensor == layout.expert == 1 else self.arch.on_rank(layout)
         schemes = counted.schemes()
         decoding = 1 if self.intent.goal == "latency" else min(8, limits.max_running)
         typical = {  # phase -> (tokens, rows that need logits)
@@ -220,9 +229,7 @@ class _Resolver:
         return tuple(
             request
             for phase in phases(draft)
-            for request in self.arch.op_requests(
-                phase, *typical[phase], dtype, schemes, page_tokens
-            )
+            for request in arch.op_requests(phase, *typical[phase], dtype, schemes, page_tokens)
         )
 
     def census(self) -> Census:
@@ -380,8 +387,13 @@ def resolve(
     ledger, dtype, limits = resolver.ledger, resolver.dtype(), resolver.limits()
     page, draft = resolver.page_tokens(), resolver.draft(limits)
     counted = resolver.census()
-    asked = resolver.requests(dtype, limits, page, draft, counted)
-    bundles = select(registry, asked, facts, policy)
+
+    @cache
+    def shapes(tensor: int, expert: int) -> Selection:
+        layout = LayoutPlan(name="shapes", tensor=tensor, expert=expert)
+        asked = resolver.requests(dtype, limits, page, draft, counted, layout)
+        return select(registry, asked, facts, policy)
+
     cards = Cards(
         intent=intent,
         arch=resolver.arch,
@@ -394,7 +406,13 @@ def resolve(
         threads=intent.threads or facts.host.usable_cores or 1,
         measured=measured,
     )
-    found = search(cards, bundles, registry.layout, ledger, intent.origin("parallel"))
+    found = search(
+        cards,
+        lambda layout: shapes(layout.tensor, layout.expert),
+        registry.layout,
+        ledger,
+        intent.origin("parallel"),
+    )
     held, selection = found.chosen.held, found.chosen.selection
     assert held is not None and selection is not None
     resolver.record_selection(selection)

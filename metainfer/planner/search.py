@@ -1,8 +1,9 @@
 """Which layout: every one judged, the best for the goal named, and why the others lost.
 
-The executor runs one device. While one card holds the model it is what serves, whatever a layout
-over several would give; that layout is named beside it. Where one card does not, the best layout
-for the goal is planned, and starting it is refused.
+On a CPU ranks are processes of the host, taken when a layout is asked for. Of several cards one is
+run: while it holds the model it is what serves, whatever a layout over several would give; that one
+is named beside it. Where one card does not, the best layout for the goal is planned, and starting
+it is refused.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from metainfer.kernels.impl import Layout
 from metainfer.kernels.select import Selection
 from metainfer.planner.calibration import Calibration, key, nothing_measured
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
-from metainfer.planner.layouts import NOT_BUILT, enumerate_layouts
+from metainfer.planner.layouts import NOT_BUILT, enumerate_layouts, processes, runs
 from metainfer.planner.limits import CacheTooSmall, longest_context
 from metainfer.planner.predict import Prediction, predict, record_speed
 from metainfer.planner.ranks import UNKNOWN_MEMORY, Cards, Held
 from metainfer.planner.steps import StepCost, step_cost
+from metainfer.platform.facts import CPU
 
 _ROOM = (DOES_NOT_FIT, UNKNOWN_MEMORY)
 
@@ -39,6 +41,7 @@ class Candidate:
 
     layout: LayoutPlan
     cannot: tuple[Reason, ...] = ()
+    planned_only: tuple[Reason, ...] = ()
     selection: Selection | None = None
     held: Held | None = None
     error: RefusedError | None = None
@@ -60,7 +63,7 @@ class Candidate:
     @property
     def built(self) -> bool:
         """Whether this release can run it, and not only plan it."""
-        return self.layout.ranks == 1
+        return not self.planned_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Found:
 
 def search(
     cards: Cards,
-    selection: Selection,
+    selection_of: Callable[[LayoutPlan], Selection],
     packing_of: Callable[[str], Layout],
     ledger: DecisionLedger,
     origin: Origin,
@@ -82,7 +85,7 @@ def search(
     """Judge every layout of the machine and write the decision down.
 
     Args:
-        selection: feasible bundles, fastest first.
+        selection_of: feasible bundles for one rank's shapes under a layout, fastest first.
         packing_of: layout id -> packing.
         origin: who asked for a layout, where one was asked for.
 
@@ -90,16 +93,18 @@ def search(
         RefusedError: no layout can be, or not the one that was asked for; every reason.
         UsageError: it does not exist on this machine.
     """
+    asked, experts = cards.intent.parallel, cards.arch.routed_experts
     devices = len(cards.facts.devices)
-    layouts = enumerate_layouts(devices, cards.arch.routed_experts)
-    asked = cards.intent.parallel
+    if cards.facts.device.kind == CPU:
+        devices = processes(asked, experts)
+    layouts = enumerate_layouts(devices, experts)
     if asked is not None and asked not in [layout.name for layout in layouts]:
         raise UsageError(
             f"layout {asked!r} does not exist for this model on {devices} devices.",
             f"There is: {', '.join(layout.name for layout in layouts)}.",
             code="unknown_parallel",
         )
-    found = tuple(_judge(cards, layout, selection, packing_of) for layout in layouts)
+    found = tuple(_judge(cards, layout, selection_of, packing_of) for layout in layouts)
     feasible = [each for each in found if each.feasible]
     if asked is not None:
         chosen = next(each for each in found if each.layout.name == asked)
@@ -120,16 +125,18 @@ def unbuilt(layout: LayoutPlan, candidates: Sequence[Candidate]) -> RefusedError
 
     Says what keeps the model from one card, and how it would fit there.
     """
-    if layout.ranks == 1:
+    planned = next((each for each in candidates if each.layout == layout), None)
+    if planned is None or planned.built:
         return None
     alone = candidates[0]
     remedy = "Look at it with plan; serve a model that one device holds."
     if isinstance(alone.error, CacheTooSmall) and not alone.cannot:
         remedy = alone.error.advised().remedy
     return RefusedError(
-        f"the plan takes layout {layout.name} on {layout.ranks} devices; {NOT_BUILT}.",
+        f"the plan takes layout {layout.name} on {layout.ranks} devices; "
+        f"{'; '.join(reason.message for reason in planned.planned_only)}.",
         remedy,
-        reasons=(*alone.reasons, Reason("not-built", NOT_BUILT, {"devices": layout.ranks})),
+        reasons=(*alone.reasons, *planned.planned_only),
         code="not_built",
     )
 
@@ -137,11 +144,22 @@ def unbuilt(layout: LayoutPlan, candidates: Sequence[Candidate]) -> RefusedError
 def _judge(
     cards: Cards,
     layout: LayoutPlan,
-    selection: Selection,
+    selection_of: Callable[[LayoutPlan], Selection],
     packing_of: Callable[[str], Layout],
 ) -> Candidate:
-    """All blockers of a layout in one pass: what cannot be cut, and what memory lacks."""
+    """All blockers of a layout in one pass: what cannot be cut, what memory lacks, for which of a
+    rank's shapes there is no kernel."""
     cannot = cards.arch.layout_objections(layout, cards.counted.blocks()).reasons
+    if cannot:  # there are no shapes of a rank
+        selection = selection_of(enumerate_layouts(1, 0)[0])
+    else:
+        try:
+            selection = selection_of(layout)
+        except RefusedError as error:
+            if layout.ranks == 1:
+                raise
+            return Candidate(layout=layout, cannot=error.reasons)
+    planned_only = runs(layout, cards.facts.device.kind, cards.draft).reasons
 
     def packings(names: Mapping[str, str]) -> dict[str, Layout]:
         return {role: packing_of(name) for role, name in names.items()}
@@ -163,15 +181,22 @@ def _judge(
     except RefusedError as error:
         if error.code not in _ROOM:
             raise
-        return Candidate(layout=layout, cannot=cannot, error=error, longest=_reach(error))
+        return Candidate(
+            layout=layout,
+            cannot=cannot,
+            planned_only=planned_only,
+            error=error,
+            longest=_reach(error),
+        )
     if cannot:
-        return Candidate(layout=layout, cannot=cannot)
+        return Candidate(layout=layout, cannot=cannot, planned_only=planned_only)
     step, limit = cards.limits.step_tokens, cards.arch.max_context
     calibration = None
     if layout.ranks == 1 and cards.measured is not nothing_measured:
         calibration = cards.measured(key(cards.arch, cards.dtype, chosen.bundle, cards.threads))
     return Candidate(
         layout=layout,
+        planned_only=planned_only,
         selection=chosen,
         held=held,
         prediction=predict(
@@ -350,13 +375,6 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
         )
         said = _goal_why(goal, best, feasible)
         ledger.record("goal_layout", best.layout.name, _by(best), said, others)
-        ledger.record(
-            "shares",
-            "whole shapes",
-            Origin.DEFAULT,
-            "kernels are chosen for the model's own shapes; those of a rank's share are not looked "
-            "at yet",
-        )
 
 
 def _by(best: Candidate) -> Origin:
@@ -392,6 +410,5 @@ def _lost(
             text = f"{abs(mine):,.4g} {scale.unit} against {abs(best):,.4g} of {winner.layout.name}"
             code = "rank" if mine == best else "worse"
             reasons.append(Reason(code, text, {"value": abs(mine), "best": abs(best)}))
-    if not each.built:
-        reasons.append(Reason("not-built", NOT_BUILT, {"devices": each.layout.ranks}))
+    reasons += each.planned_only
     return tuple(reasons) or (Reason("rank", f"{winner.layout.name} was asked for"),)

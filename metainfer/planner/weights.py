@@ -23,7 +23,7 @@ PLAIN_BYTES = {"float32": 4, "int64": 8}
 
 EMBED, EXPERTS = "embed", "experts"
 SMALL = "norms and small parameters"
-WHOLE = LayoutPlan(name="whole")
+WHOLE, TWO = LayoutPlan(name="whole"), LayoutPlan(name="two", tensor=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """A model's matrices, counted. `small`: elements of small parameters by their own dtype, ""
+    """A model's matrices, counted. `small`: elements of small parameters by site and own dtype, ""
     for the model's."""
 
     arch: Arch
     matrices: tuple[Stored, ...]
-    small: Mapping[str, int]
+    small: Mapping[tuple[str, str], int]
 
     def elements(self, layout: LayoutPlan = WHOLE) -> dict[str, int]:
         """Matrix elements that one rank holds, by site; a shared matrix at each of its sites."""
@@ -104,9 +104,9 @@ def census(arch: Arch, scheme_of: Callable[[str], str]) -> Census:
         if spec.bias:
             first = (*head, *next(iter(kinds)))
             biases[first] = biases.get(first, 0) + spec.shape[0]
-    small: dict[str, int] = {}
+    small: Counter[tuple[str, str]] = Counter()
     for spec in arch.plain_weights():
-        small[spec.dtype] = small.get(spec.dtype, 0) + spec.elements
+        small[spec.site, spec.dtype] += spec.elements
     matrices = tuple(Stored(*key, count, biases.get(key, 0)) for key, count in counts.items())
     return Census(arch, matrices, small)
 
@@ -132,8 +132,24 @@ def weight_rows(
         LedgerRow(item=site, kind="weights", bytes=held, share=share)
         for site, (held, share) in by_site.items()
     ]
-    plain = sum(count * PLAIN_BYTES.get(of, width) for of, count in counted.small.items())
-    return [*rows, LedgerRow(item=SMALL, kind="weights", bytes=plain, share=Cut.WHOLE.value)]
+    return [*rows, *_small_rows(counted, width, layout)]
+
+
+def _small_rows(counted: Census, width: int, layout: LayoutPlan) -> list[LedgerRow]:
+    """What no layout cuts in one row; by site what tensor parallelism cuts."""
+    held: dict[str, int] = {SMALL: 0}
+    shares = {SMALL: Cut.WHOLE.value}
+    for (site, own), count in counted.small.items():
+        spec = WeightSpec("", site, (), (0,))
+        kind, parts = counted.arch.cut(spec, layout)
+        cut = counted.arch.cut(spec, TWO)[1] > 1
+        item = site if cut else SMALL
+        shares[item] = kind.value if parts == 1 else f"{kind.value}/{parts}"
+        held[item] = held.get(item, 0) + count // parts * PLAIN_BYTES.get(own, width)
+    return [
+        LedgerRow(item=item, kind="weights", bytes=size, share=shares[item])
+        for item, size in held.items()
+    ]
 
 
 def _by_matrix(

@@ -128,7 +128,7 @@ def random_engine(rng: random.Random, family: Family, model: str | Path, number:
     running = rng.randrange(3, 7)
     chunk = max(running, rng.choice((5, 16, 33, family.context)))
     sizes = {"page_tokens": page, "chunk_tokens": chunk}
-    pages, states = (_bytes(family, model, concurrency=n, **sizes) for n in (1, running))
+    pages, states = (pool_bytes(family, model, concurrency=n, **sizes) for n in (1, running))
     full = 40.0 if number % 2 else rng.choice((family.full, family.full * 1.3))
     wish = family.wish(
         concurrency=running,
@@ -140,7 +140,7 @@ def random_engine(rng: random.Random, family: Family, model: str | Path, number:
     return start(model, **wish)
 
 
-def _bytes(family: Family, model: str | Path, **intent: Any) -> tuple[int, int]:
+def pool_bytes(family: Family, model: str | Path, **intent: Any) -> tuple[int, int]:
     """Bytes of pages and of slot states for that many sequences of the whole context."""
     wish = Intent(model=str(model), **family.wish(**intent))
     groups = open_machine().resolve(open_model(str(model)), wish).plan.kv_groups

@@ -86,7 +86,7 @@ def test_a_model_for_one_card_is_served_by_one() -> None:
     assert [row["name"] for row in found["layouts"][1:] if row["feasible"]]
     keys = {row["key"]: row for row in found["decisions"]}
     assert keys["layouts"]["why"] == (
-        "1 of 8 devices is used: layouts of several ranks are not built yet"
+        "1 of 8 devices is used: layouts over several cards are not built yet"
     )
     assert keys["goal_layout"]["value"] != "single" and keys["goal_layout"]["losers"]
 
@@ -116,7 +116,7 @@ def test_serve_refuses_what_several_cards_would_hold(monkeypatch: pytest.MonkeyP
             raise AssertionError("a plan of several ranks went on")
 
     monkeypatch.setattr(engine, "open_machine", lambda platform: Cards())
-    with pytest.raises(RefusedError, match="layouts of several ranks are not built yet") as caught:
+    with pytest.raises(RefusedError, match="layouts over several cards are not built yet") as caught:
         engine.Engine(Intent(model=FLASH)).start()
     assert caught.value.code == "not_built" and "8 devices" in caught.value.cause
     assert {reason.code for reason in caught.value.reasons} == {"memory", "not-built"}

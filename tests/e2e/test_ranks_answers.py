@@ -1,0 +1,207 @@
+"""Layouts over rank processes change no token: tensor, data and expert parallel, and their mixes.
+
+Float64, as `test_invariance`: one process that computes each request alone is what all are held
+against. Drafts, preemption and prefix hits are part of every schedule.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import v4
+from harness import Answer, ask, save_tiny, start
+from speculation import DEEPEST, FAMILIES, Mixed, drafted_by, pool_bytes
+from test_invariance import same
+
+from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.request import SamplingParams
+from metainfer.engine.engine import Engine
+from metainfer.executor.ranks import RankExecutor
+from metainfer.workers.group import GroupError
+from metainfer.workers.ranks import ProcessGroup
+
+REQUESTS = int(os.environ.get("RANK_REQUESTS", "30"))  # per layout; 200 by hand
+CONTEXT, PAGE, CHUNK, RUNNING = 160, 16, 33, 8
+FOLDERS = {"llama": 132, "deepseek-v4": 256}
+CASES = (
+    ("llama", "tp2"),
+    ("llama", "2x"),
+    ("deepseek-v4", "tp2"),
+    ("deepseek-v4", "ep2"),
+    ("deepseek-v4", "tp2ep2"),
+    ("deepseek-v4", "tp2ep4"),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {name: tmp_path_factory.mktemp(name) for name in FOLDERS}
+    save_tiny("llama", found["llama"], 0, vocab_size=FOLDERS["llama"])
+    layers = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_hash_layers": 1}
+    v4.save(v4.tiny(21, **layers, num_attention_heads=8, o_groups=4), found["deepseek-v4"])
+    return found
+
+
+def engine_of(folders: dict[str, Path], family: str, **intent: object) -> Engine:
+    layouts = {"kv": "latent@1", "index": "index@1"} if family == "deepseek-v4" else {}
+    return start(folders[family], dtype="float64", context=CONTEXT, layouts=layouts, **intent)
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, Path]) -> dict[str, Engine]:
+    return {
+        family: engine_of(folders, family, concurrency=1, prefix_cache=False) for family in FOLDERS
+    }
+
+
+def group_of(engine: Engine) -> ProcessGroup:
+    executor = engine._executor
+    assert isinstance(executor, RankExecutor) and isinstance(executor._group, ProcessGroup)
+    return executor._group
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Engine]]:
+    """Engines whose ranks have to be gone after the test."""
+    engines: list[Engine] = []
+    yield engines
+    for engine in engines:
+        pids = group_of(engine).pids
+        engine.close()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def drawn(rng: random.Random, stem: list[int]) -> tuple[list[list[int]], list[SamplingParams]]:
+    vocab = max(stem) + 1
+    prompts, params = [], []
+    for _ in range(rng.randrange(8, 12)):
+        tail = [rng.randrange(3, vocab) for _ in range(rng.randrange(1, 40))]
+        prompts.append(stem[: rng.choice((0, 32, 48, 64))] + tail)
+        params.append(
+            SamplingParams(
+                temperature=rng.choice((0.0, 0.9)),
+                seed=rng.randrange(1000),
+                max_tokens=rng.randrange(1, 40),
+                logprobs=0,
+            )
+        )
+    return prompts, params
+
+
+def tight(folder: Path, family: str, layout: str) -> int:
+    """Cache bytes of a rank with which a domain cannot hold two long sequences at once."""
+    (shape,) = [each for each in FAMILIES if each.name == family]
+    shape = replace(shape, context=CONTEXT)
+    pages, states = (
+        pool_bytes(shape, folder, concurrency=n, page_tokens=PAGE, chunk_tokens=CHUNK)
+        for n in (1, RUNNING)
+    )
+    cut = 2 if (family, layout) == ("llama", "tp2") else 1
+    return int(pages[0] * 1.05) // cut + states[1]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("family", "layout"), CASES, ids=["-".join(case) for case in CASES])
+def test_layouts_change_no_token(
+    family: str,
+    layout: str,
+    folders: dict[str, Path],
+    alone: dict[str, Engine],
+    rng: random.Random,
+    closing: list[Engine],
+) -> None:
+    engine = engine_of(
+        folders,
+        family,
+        parallel=layout,
+        concurrency=RUNNING,
+        page_tokens=PAGE,
+        chunk_tokens=CHUNK,
+        kv_bytes=tight(folders[family], family, layout),
+        draft=f"ngram:{DEEPEST}",
+    )
+    closing.append(engine)
+    stem = [rng.randrange(3, FOLDERS[family]) for _ in range(64)]
+    source = Mixed(rng, FOLDERS[family])
+    drafted_by(engine, source)
+    asked = hits = 0
+    while asked < REQUESTS:
+        prompts, params = drawn(rng, stem)
+        asked += len(prompts)
+        wanted: list[Answer] = []
+        for prompt, each in zip(prompts, params, strict=True):
+            wanted += ask(alone[family], [prompt], [each], audit=False)
+            source.learn(prompt, each, wanted[-1].tokens)
+        for answer, expected in zip(ask(engine, prompts, params), wanted, strict=True):
+            same(answer, expected)
+            hits += answer.cached_tokens > 0
+    stats = engine.stats()
+    # The schedules must have exercised what they are about.
+    assert hits > 2 and stats.accepted_drafts > 5, (hits, stats)
+    if engine.resolved is not None and engine.resolved.plan.kv_domains == 1:
+        assert stats.preemptions > 0  # with two, a domain seldom runs more than it can hold
+
+
+def test_every_rank_holds_its_part_once(
+    folders: dict[str, Path], closing: list[Engine], alone: dict[str, Engine]
+) -> None:
+    engine = engine_of(folders, "deepseek-v4", parallel="tp2ep2", concurrency=2)
+    closing.append(engine)
+    assert engine.resolved is not None
+    held = group_of(engine).call("held_bytes")
+    rows = engine.resolved.plan.ledger
+    for kind in ("weights", "kv"):
+        planned = sum(row.bytes for row in rows if row.kind == kind)
+        assert [each[kind] for each in held] == [planned, planned]  # type: ignore[index]
+    whole = alone["deepseek-v4"].held_bytes["weights"]
+    shared = sum(row.bytes for row in rows if row.kind == "weights" and row.share.endswith("/2"))
+    assert held[0]["weights"] + shared == whole  # type: ignore[index]
+
+
+def test_a_killed_rank_ends_the_engine_with_its_name(
+    folders: dict[str, Path], closing: list[Engine]
+) -> None:
+    engine = engine_of(folders, "llama", parallel="tp2", concurrency=2)
+    closing.append(engine)
+    (answer,) = ask(engine, [[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=2))
+    assert len(answer.tokens) == 2
+    pid = group_of(engine).pids[1]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(GroupError, match="rank 1 failed in execute: rank 1 was killed by SIGKILL"):
+        ask(engine, [[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=2))
+    assert time.monotonic() - begin < 10
+
+
+def test_b17_a_rank_that_plans_otherwise_stops_the_start(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from metainfer.engine import rank
+
+    def told(intent: object, resolved: object, of: object = rank.facts_of) -> dict[str, object]:
+        facts = of(intent, resolved)  # type: ignore[operator]
+        return {**facts, "plan": {**facts["plan"], "limits.step_tokens": 77}}
+
+    monkeypatch.setattr(rank, "facts_of", told)
+    with pytest.raises(GroupError, match=r"limits.step_tokens: 77 on rank 0, \d+ on rank 1"):
+        engine_of(folders, "llama", parallel="tp2")
+
+
+def test_what_cannot_be_spread_is_refused_before_anything_loads(folders: dict[str, Path]) -> None:
+    with pytest.raises(RefusedError) as caught:
+        engine_of(folders, "llama", parallel="tp4")
+    text = str(caught.value)
+    for reason in ("6 query heads do not divide by 4", "2 KV heads do not divide by 4"):
+        assert reason in text
+    with pytest.raises(UsageError, match="'tp9' does not exist"):
+        engine_of(folders, "llama", parallel="tp9")
+    with pytest.raises(UsageError, match="'ep2' does not exist"):
+        engine_of(folders, "llama", parallel="ep2")
