@@ -1,104 +1,18 @@
-"""The real server over the real engine, with faults on order: restarts, hangs, NaN, lack of memory.
-
-The orders are files that the engine of `benchmarks/faulty_engine.py` takes.
-"""
+"""The real server and engine with faults on order: restarts, hangs, NaN, lack of memory."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import re
 import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
-import psutil
 import pytest
-
-ROOT = Path(__file__).parents[2]
-MODEL = "random:tiny-llama"
-TEXT = {"model": MODEL, "prompt": [5, 9, 11], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-
-
-class Faulty:
-    """A server whose engine obeys orders, and what it wrote."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.base = f"http://127.0.0.1:{port}"
-        self.orders = folder / "orders"
-        self.orders.mkdir(parents=True)
-        self.log = folder / "log"
-        command = [sys.executable, str(ROOT / "benchmarks" / "serve_faulty.py"), str(self.orders)]
-        command += ["serve", MODEL, "--port", str(port), "--threads", "1", *flags]
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out)
-
-    def health(self) -> dict[str, Any]:
-        return httpx.get(f"{self.base}/health", timeout=30).json()  # type: ignore[no-any-return]
-
-    def status(self) -> str:
-        with contextlib.suppress(httpx.HTTPError):
-            return str(self.health()["status"])
-        return "none"
-
-    def wait_ready(self) -> None:
-        assert eventually(lambda: self.status() == "ready"), self.log.read_text()
-
-    def order(self, fault: str) -> None:
-        (self.orders / fault).touch()
-
-    def complete(self, **changes: object) -> httpx.Response:
-        return httpx.post(f"{self.base}/v1/completions", json=TEXT | changes, timeout=120)
-
-    def metric(self, name: str) -> float:
-        page = httpx.get(f"{self.base}/metrics", timeout=30).text
-        found = re.search(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", page, re.MULTILINE)
-        assert found, f"no metric {name}"
-        return float(found[1])
-
-    def engine(self) -> int:
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                words = child.cmdline()
-                if any(word.endswith("faulty_engine.py") for word in words) and not any(
-                    "guardian" in word or word == "/bin/sh" for word in words
-                ):
-                    return child.pid
-        raise AssertionError("no engine process")
-
-
-def eventually(test: Callable[[], bool], seconds: float = 120.0) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if test():
-            return True
-        time.sleep(0.05)
-    return test()
-
-
-@contextlib.contextmanager
-def faulty(folder: Path, *flags: str) -> Iterator[Faulty]:
-    server = Faulty(folder, *flags)
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.process.wait(20)
-        server.process.kill()
-        server.process.wait()
+from faulty_server import TEXT, Faulty, eventually, faulty
 
 
 @pytest.fixture(scope="module")
@@ -193,26 +107,13 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
         while True:
             os.write(writing, b"x" * 4096)
     os.set_blocking(writing, True)
-    server = Faulty.__new__(Faulty)
-    orders = tmp_path / "orders"
-    orders.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, str(ROOT / "benchmarks" / "serve_faulty.py"), str(orders)]
-    command += ["serve", MODEL, "--port", str(port), "--threads", "1"]
-    server.base, server.orders, server.log = f"http://127.0.0.1:{port}", orders, tmp_path / "log"
-    server.log.touch()
-    server.process = subprocess.Popen(command, stdout=writing, stderr=writing)
     try:
-        server.wait_ready()
-        server.order("raise")
-        assert server.complete().status_code == 503
-        assert eventually(lambda: server.status() == "restarting" or server.health()["restarts"])
-        server.wait_ready()
-        assert server.complete().status_code == 200
+        with faulty(tmp_path, out=writing) as server:
+            server.order("raise")
+            assert server.complete().status_code == 503
+            assert eventually(lambda: server.status() == "restarting" or server.restarted())
+            server.wait_ready()
+            assert server.complete().status_code == 200
     finally:
-        server.process.kill()
-        server.process.wait()
         os.close(reading)
         os.close(writing)
