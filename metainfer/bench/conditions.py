@@ -16,19 +16,26 @@ from metainfer.platform import software
 def conditions(plan: Plan) -> dict[str, object]:
     """The conditions of a run of `plan`, taken now. What cannot be read is None."""
     return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join(["metainfer", *sys.argv[1:]]),
-        "version": __version__,
-        "commit": commit(),
+        **surroundings(),
         "machine": plan.machine,
         "device": plan.device,
         "threads": plan.threads,
         "plan": plan.fingerprint,
         "ops": {site: op.impl for site, op in plan.ops.items()},
-        "software": software.versions(),
-        "load_average": os.getloadavg()[0],
         "text_class": "random token ids",
         "cached_tokens": 0,
+    }
+
+
+def surroundings() -> dict[str, object]:
+    """What does not depend on a plan: time, command, versions, how busy the machine is."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": " ".join(["metainfer", *sys.argv[1:]]),
+        "version": __version__,
+        "commit": commit(),
+        "software": software.versions(),
+        "load_average": os.getloadavg()[0],
     }
 
 

@@ -151,7 +151,9 @@ class _Transformers:
 
 
 def _verify(ours: _Ours, theirs: _Transformers, options: OfflineOptions) -> dict[str, object]:
-    prompt = _prompts(1, min(200, options.prompt_tokens * 4), ours.vocab, options.seed + 999)[0]
+    prompt = drawn_prompts(1, min(200, options.prompt_tokens * 4), ours.vocab, options.seed + 999)[
+        0
+    ]
     pairs = zip(ours.logprobs(prompt), theirs.logprobs(prompt), strict=True)
     worst = max(abs(a - b) for a, b in pairs)
     if not worst <= LOGPROB_BAR:
@@ -178,7 +180,7 @@ def _decode_rows(
         for name, side in sides:
             vocab = sides[0][1].vocab
             seed = options.seed + 31 * turn + 104_729 * batch
-            prompts = _prompts(batch, options.prompt_tokens, vocab, seed)
+            prompts = drawn_prompts(batch, options.prompt_tokens, vocab, seed)
             _, decode_s = side.generate(prompts, options.output_tokens)
             if turn:  # the first turn warms both up
                 rates[name].append(batch * (options.output_tokens - 1) / decode_s)
@@ -194,7 +196,9 @@ def _prefill_rows(
     for turn in range(options.repeats + 1):
         for name, side in sides:
             vocab = sides[0][1].vocab
-            prompts = _prompts(1, options.prefill_tokens, vocab, options.seed + 7919 * (turn + 1))
+            prompts = drawn_prompts(
+                1, options.prefill_tokens, vocab, options.seed + 7919 * (turn + 1)
+            )
             seconds, _ = side.generate(prompts, 1)
             if turn:
                 rates[name].append(options.prefill_tokens / seconds)
@@ -215,7 +219,7 @@ def _row(title: str, engine: str, values: Sequence[float]) -> dict[str, object]:
     }
 
 
-def _prompts(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]]:
+def drawn_prompts(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]]:
     """Random ids; the first differs per request, so that no prefix is shared."""
     import random
 

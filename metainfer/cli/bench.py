@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Annotated, Any, Literal
 
@@ -9,12 +10,15 @@ from cyclopts import App, Parameter
 
 from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
 from metainfer.cli.output import Result
+from metainfer.core.errors import UsageError
 
 
 def app() -> App:
     """The group of verbs."""
     group = App(name="bench", help="Measure, verified and with conditions attached.")
     group.command(offline, name="offline")
+    group.command(serve, name="serve")
+    group.command(calibrate, name="calibrate")
     return group
 
 
@@ -55,10 +59,112 @@ def offline(
         against=against,
         seed=seed,
     )
-    document = run(
-        engine.intent(model), options, lambda text: print(text, file=sys.stderr, flush=True)
-    )
+    document = run(engine.intent(model), options, _log)
     return Result(document, table(document))
+
+
+def serve(
+    model: Annotated[
+        str | None, Parameter(help="a model to serve for the measurement; or pass --url")
+    ] = None,
+    /,
+    *,
+    url: Annotated[str | None, _flag("--url", "a running server, http://HOST:PORT")] = None,
+    api_key: Annotated[str | None, _flag("--api-key", "of the running server")] = None,
+    workload: Annotated[
+        str, _flag("--workload", "closed:..., poisson:..., shared:... or file:PATH")
+    ] = "closed:concurrency=8",
+    repeats: Annotated[int, _flag("--repeats", "times that it is served, drawn anew")] = 3,
+    warm_up: Annotated[int, _flag("--warm-up", "requests before anything is timed")] = 2,
+    seed: Annotated[int, _flag("--seed", "of the drawn requests")] = 0,
+    engine: EngineFlags = NO_FLAGS,
+    as_json: Json = False,
+) -> Result:
+    """First tokens, gaps and throughput of a server under a load, over HTTP.
+
+    Example: metainfer bench serve smollm2-135m --workload poisson:rate=1,prompt=200,output=50
+    """
+    import asyncio
+
+    from metainfer.bench.client import server_at
+    from metainfer.bench.own_server import own_server
+    from metainfer.bench.serve import ServeOptions, measure
+
+    if (model is None) == (url is None):
+        raise UsageError("Either a model or --url is needed, not both.", "Pass one.")
+    if repeats < 1 or warm_up < 0:
+        raise UsageError("--repeats is at least 1, --warm-up at least 0.")
+    options = ServeOptions(workload=workload, seed=seed, repeats=repeats, warm_up=warm_up)
+    if url is not None:
+        if engine != NO_FLAGS:
+            raise UsageError("A running server has its own engine flags.", "Leave them out.")
+        document = asyncio.run(measure(server_at(url, api_key), options, _log))
+    else:
+        assert model is not None
+        with own_server([model, *given(engine)], _log) as server:
+            document = asyncio.run(measure(server, options, _log))
+    return Result(document, serve_text(document))
+
+
+def calibrate(
+    model: Annotated[str, Parameter(help="folder, .gguf file, cached name, or catalogue name")],
+    /,
+    *,
+    repeats: Annotated[int, _flag("--repeats", "turns of every load")] = 5,
+    seed: Annotated[int, _flag("--seed", "of the prompts")] = 0,
+    dry_run: Annotated[bool, _flag("--dry-run", "measure, and keep no record")] = False,
+    engine: EngineFlags = NO_FLAGS,
+    as_json: Json = False,
+) -> Result:
+    """How long steps take here: a record that `plan` and `simulate` then price with.
+
+    Example: metainfer bench calibrate smollm2-135m
+    """
+    from metainfer.bench.calibrate import CalibrateOptions, run
+
+    if repeats < 1:
+        raise UsageError("--repeats is at least 1.")
+    options = CalibrateOptions(repeats=repeats, seed=seed, keep=not dry_run)
+    document = run(engine.intent(model), options, _log)
+    found: Any = document["calibration"]
+    rows: Any = document["samples"]
+    lines = [
+        f"{row['phase']:<7} {row['rows']:>5} rows  {row['seconds'] * 1e3:>9.2f} ms  "
+        f"fitted {row['fitted_s'] * 1e3:>9.2f} ms"
+        for row in rows
+    ]
+    lines.append(f"band {found['band']:.0%} from {found['samples']} kinds of steps")
+    return Result(document, "\n".join(lines))
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def given(engine: EngineFlags) -> list[str]:
+    """The flags that say what `engine` says, for another process."""
+    words = []
+    for field in dataclasses.fields(engine):
+        value, name = getattr(engine, field.name), f"--{field.name.replace('_', '-')}"
+        if value == getattr(NO_FLAGS, field.name):
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [name] if each is True else [name, str(each)]
+    return words
+
+
+def serve_text(document: dict[str, Any]) -> str:
+    """Each compared figure with its spread over the clean repeats."""
+    measured, spread = document["measured"], document["spread"]
+    lines = [f"{document['workload']} (clean repeats: {document['n']} of {document['repeats']})"]
+    for key, part in spread.items():
+        name, _, inner = key.partition(".")
+        value = measured[name][inner] if inner else measured[name]
+        lines.append(f"{key:<14} {value:>10.4g}  (half range {part:.1%})")
+    lines += [
+        f"seed {run['seed']}: {why}" for run in document["runs"] for why in run["contaminated"]
+    ]
+    return "\n".join(lines)
 
 
 def table(document: dict[str, Any]) -> str:

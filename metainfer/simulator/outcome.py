@@ -92,13 +92,14 @@ def compared(simulated: Mapping[str, object], measured: Mapping[str, object]) ->
     """Relative error of each figure that both hold: simulated over measured, less one."""
     errors: dict[str, object] = {}
     for key in COMPARED:
-        ours, theirs = _at(simulated, key), _at(measured, key)
+        ours, theirs = figure(simulated, key), figure(measured, key)
         if ours is not None and theirs:
             errors[key] = {"simulated": ours, "measured": theirs, "error": ours / theirs - 1}
     return errors
 
 
-def _at(document: Mapping[str, object], key: str) -> float | None:
+def figure(document: Mapping[str, object], key: str) -> float | None:
+    """The number at a dotted path; None where there is none."""
     value: object = document
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -1,7 +1,8 @@
 """What arrives: requests with their times, drawn from a short specification and a seed. No torch.
 
 ====================  ============================================================================
-``closed``            `requests` requests, `concurrency` of them at any time
+``closed``            `requests` requests, `concurrency` of them at any time; with `think`, that many
+                      clients, each of which waits so many seconds before its next request
 ``poisson``           `requests` requests at exponential gaps, `rate` a second
 ``shared``            ``closed``, every prompt behind one of `groups` prefixes of `prefix` tokens
 ``agentic``           `concurrency` sessions of `turns` turns: a long first prompt, then each turn
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from metainfer.core.errors import UsageError
@@ -30,14 +31,15 @@ LOWEST_ID = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One request. `prompt`: its own ids. `at_s`: when it arrives; None: as soon as a place of the
-    workload's concurrency is free. `after`: the job whose end it waits for, `think_s` more; its
-    prompt then stands behind that job's prompt and answer."""
+    workload's concurrency is free. `after`: the job whose end it waits for, `think_s` more; where
+    it `extends` that job, its prompt stands behind that job's prompt and answer."""
 
     prompt: tuple[int, ...]
     output: int
     at_s: float | None = None
     after: int | None = None
     think_s: float = 0.0
+    extends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class Workload:
         """Tokens of the longest sequence, answer included."""
         held: list[int] = []
         for job in self.jobs:
-            before = held[job.after] if job.after is not None else 0
+            before = held[job.after] if job.after is not None and job.extends else 0
             held.append(before + len(job.prompt) + job.output)
         return max(held)
 
@@ -151,7 +153,16 @@ def _closed(options: _Options, source: random.Random, vocab: int) -> Drawn:
         Job(prompt=_ids(source, _between(source, prompts), vocab), output=_between(source, outputs))
         for _ in range(requests)
     ]
-    return jobs, concurrency
+    think = options.number("think", 0.0, 0.0)
+    if not think:
+        return jobs, concurrency
+    clients = [
+        replace(job, at_s=0.0)
+        if index < concurrency
+        else replace(job, after=index - concurrency, think_s=think)
+        for index, job in enumerate(jobs)
+    ]
+    return clients, 0
 
 
 def _poisson(options: _Options, source: random.Random, vocab: int) -> Drawn:
@@ -169,7 +180,7 @@ def _shared(options: _Options, source: random.Random, vocab: int) -> Drawn:
     prefix, groups = options.count("prefix", 2000), options.count("groups", 4)
     heads = [_ids(source, prefix, vocab) for _ in range(groups)]
     jobs, concurrency = _closed(options, source, vocab)
-    behind = [Job(prompt=source.choice(heads) + job.prompt, output=job.output) for job in jobs]
+    behind = [replace(job, prompt=source.choice(heads) + job.prompt) for job in jobs]
     return behind, concurrency
 
 
@@ -188,6 +199,7 @@ def _agentic(options: _Options, source: random.Random, vocab: int) -> Drawn:
                     at_s=None if turn else 0.0,
                     after=len(jobs) - 1 if turn else None,
                     think_s=think if turn else 0.0,
+                    extends=turn > 0,
                 )
             )
     return jobs, 0
@@ -291,7 +303,8 @@ class Release:
         following = self._successor.get(index)
         prompt = self._histories.pop(index)
         if following is not None:
-            self._histories[following] = prompt + tuple(answer)
+            if self._jobs[following].extends:
+                self._histories[following] = prompt + tuple(answer)
             at = now + self._jobs[following].think_s
             self._timed.append((at, following))
             self._timed.sort(reverse=True)

@@ -60,7 +60,7 @@ def test_never_more_than_the_places_are_taken(places: int, count: int, order: ob
 def test_a_turn_stands_behind_all_before_it() -> None:
     jobs = (
         Job(prompt=(1, 2), output=2, at_s=0.0),
-        Job(prompt=(3,), output=1, after=0, think_s=2.0),
+        Job(prompt=(3,), output=1, after=0, think_s=2.0, extends=True),
     )
     release = Release(Workload(spec="", seed=0, jobs=jobs))
     assert release.ready(0.0) == [(0, 0.0, (1, 2))]
@@ -69,6 +69,15 @@ def test_a_turn_stands_behind_all_before_it() -> None:
     assert release.ready(6.9) == [] and release.next_at() == 7.0
     assert release.ready(7.0) == [(1, 7.0, (1, 2, 7, 8, 3))]
     assert Workload(spec="", seed=0, jobs=jobs).longest == 6
+
+
+def test_clients_think_between_requests() -> None:
+    found = draw("closed:concurrency=2,requests=5,prompt=3,output=1,think=4", 500)
+    assert [job.after for job in found.jobs] == [None, None, 0, 1, 2] and not found.concurrency
+    release = Release(found)
+    assert [index for index, _, _ in release.ready(0.0)] == [0, 1]
+    release.ended(1, (9,), 2.0)
+    assert release.ready(5.9) == [] and release.ready(6.0) == [(3, 6.0, found.jobs[3].prompt)]
 
 
 def test_a_file(tmp_path: Path) -> None:
