@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 MAX_MESSAGES = 65_536  # ceilings; `bounds` has what is in force
+MAX_TOOLS = 4096
 MAX_PROMPTS = 128
 MAX_TOKENS = 2**31 - 1
 
@@ -143,7 +144,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prefix: bool | None = None
 
 
-Tools = Annotated[list[Tool], Meta(max_length=4096)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 Variables = Annotated[dict[str, Any], Meta(max_length=64)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

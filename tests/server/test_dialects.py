@@ -292,3 +292,22 @@ def test_no_body_makes_a_server_error(server: Running, path: str, changes: Any) 
     answer = call(server.port, "POST", path, json.dumps(base | changes).encode())
     assert answer.status < 500 and answer.status != 422, answer.raw
     assert answer.status == 200 or form_of(path, answer)
+
+
+def test_the_operators_bounds_hold_in_the_clients_words() -> None:
+    """`--limit` of the core, as chat has it."""
+    with fake_server(["--limit", "stop=1", "--limit", "messages=2"]) as running:
+        given = body(MESSAGES, "x", stop_sequences=["a", "b"])
+        error = call(running.port, "POST", MESSAGES, given).json["error"]
+        assert error["message"].startswith("stop_sequences: ")
+        many = [{"role": "user", "content": "x"}] * 3
+        error = call(running.port, "POST", RESPONSES, {"model": "fake", "input": many}).json[
+            "error"
+        ]
+        assert error["param"] == "input"
+        for path in (MESSAGES, COUNT):
+            answer = call(running.port, "POST", path, body(path, "x") | {"messages": many})
+            assert answer.status == 400 and is_anthropic_error(answer.json)
+        schemas = call(running.port, "GET", "/openapi.json").json["components"]["schemas"]
+        items = schemas["ResponsesRequest"]["properties"]["input"]["anyOf"]
+        assert [item["maxItems"] for item in items if item["type"] == "array"] == [2]

@@ -51,6 +51,7 @@ async def count_tokens(state: ServerState, body: CountTokensRequest) -> Response
     check_model(state.config, body.model)
     chat, names = chat_of(body)
     try:
+        state.config.bounds.check(chat)
         conversation = conversation_of(text, chat)
         prompt = await off_loop(size_of(chat), lambda: text.format.encode(conversation))
     except RequestError as error:

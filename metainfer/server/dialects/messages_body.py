@@ -18,6 +18,7 @@ from metainfer.server.dialects.names import Names
 from metainfer.server.schemas import (
     MAX_MESSAGES,
     MAX_TOKENS,
+    MAX_TOOLS,
     ChatRequest,
     Count,
     Label,
@@ -31,6 +32,7 @@ from metainfer.text.calls import dumps
 from metainfer.text.dialogue import SWITCHES
 
 MAX_BLOCKS = 1024
+MAX_STOPS = 256  # a ceiling; `bounds` has what is in force
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -131,7 +133,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     model: str
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Blocks | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -146,7 +148,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-    stop_sequences: Annotated[list[Stop], Meta(max_length=16)] | None = None
+    stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     metadata: MessagesMetadata | None = None
 
@@ -244,6 +246,7 @@ _NAMES = {
     r"\breasoning_effort\b": "output_config.effort",
     r"\btool_call_id\b": "tool_use_id",
     r"\btool_calls\b": "tool_use",
+    r"\bstop\b(?=:|\[|$)": "stop_sequences",
 }
 
 

@@ -83,7 +83,7 @@ class ResponseWriter:
         if kind != self._kind:
             events = [*self._close("completed"), *self._open(kind)]
         self._texts.append(piece.text)
-        extra = {"logprobs": []} if kind is _MESSAGE else {}
+        extra: dict[str, Any] = {"logprobs": []} if kind is _MESSAGE else {}
         events.append(self._part(f"response.{kind[1]}.delta", delta=piece.text, **extra))
         return events
 
@@ -136,8 +136,12 @@ class ResponseWriter:
 
     def _open(self, kind: tuple[str, str]) -> list[Event]:
         self._kind, self._texts = kind, []
-        item = {"id": _id(kind[0]), "type": kind[0], "status": "in_progress", "content": []}
-        item |= {"role": "assistant"} if kind is _MESSAGE else {"summary": []}
+        item: dict[str, Any] = {"id": _id(kind[0]), "type": kind[0], "status": "in_progress"}
+        if kind is _MESSAGE:
+            item["role"] = "assistant"
+        else:
+            item["summary"] = []
+        item["content"] = []
         added = self._added(item)
         return [added, self._part("response.content_part.added", part=_content(kind, ""))]
 
@@ -148,7 +152,7 @@ class ResponseWriter:
         text = "".join(self._texts)
         part = _content(kind, text)
         self._items[-1] |= {"status": status, "content": [part]}
-        extra = {"logprobs": []} if kind is _MESSAGE else {}
+        extra: dict[str, Any] = {"logprobs": []} if kind is _MESSAGE else {}
         return [
             self._part(f"response.{kind[1]}.done", text=text, **extra),
             self._part("response.content_part.done", part=part),

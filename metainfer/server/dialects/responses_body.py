@@ -18,6 +18,7 @@ from metainfer.server.dialects.names import Names
 from metainfer.server.schemas import (
     IGNORED,
     MAX_MESSAGES,
+    MAX_TOOLS,
     ChatRequest,
     Count,
     Effort,
@@ -174,7 +175,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     max_tool_calls: Count | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

@@ -50,7 +50,8 @@ class Writer(Protocol):
 
 def encoded(event: Event) -> bytes:
     """`event` on the wire."""
-    return b"event: " + event["type"].encode() + b"\ndata: " + _encode(event) + b"\n\n"
+    name: str = event["type"]
+    return b"event: " + name.encode() + b"\ndata: " + _encode(event) + b"\n\n"
 
 
 async def _stream(state: ServerState, job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
