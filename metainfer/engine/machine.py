@@ -104,17 +104,27 @@ class Machine:
             untried = [impl for impl in chosen.values() if impl.id not in self.qualified]
             if not untried:
                 return resolved
-            self._qualify(untried, resolved.plan.model.dtype, on_case)
+            self.prove(untried, resolved.plan.model.dtype, on_case)
 
-    def _qualify(self, impls: Iterable[Impl], dtype: str, on_case: Callable[[str], None]) -> None:
+    def prove(
+        self,
+        impls: Iterable[Impl],
+        dtype: str,
+        on_case: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Run the cases of each on this device and keep the outcome."""
         from metainfer.ops.qualify import qualify_all
 
         for impl in impls:
             on_case(impl.id)
             (found,) = qualify_all([impl], dtype, self.torch_device(), self.facts, self.registry)
-            self.qualified[impl.id] = found
-            payload = {"passed": found.passed, "reasons": list(found.reasons)}
-            self.store.put(Record(QUALIFICATION, _key(impl, dtype), payload, {"seed": 0}))
+            self.keep(impl, dtype, found)
+
+    def keep(self, impl: Impl, dtype: str, found: Qualification) -> None:
+        """An outcome counts from now on, and is a record."""
+        self.qualified[impl.id] = found
+        payload = {"passed": found.passed, "reasons": list(found.reasons)}
+        self.store.put(Record(QUALIFICATION, _key(impl, dtype), payload, {"seed": 0}))
 
     def recall(self, dtype: str) -> None:
         """Take in this machine's records of kernels proven in `dtype` with today's sources."""
