@@ -9,13 +9,15 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from metainfer.planner.opening import open_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EVERY = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -61,20 +63,44 @@ def save_adapter(
     folder: Path, model: torch.nn.Module, recipe: Recipe, seed: int, size: float = 0.15
 ) -> dict[str, torch.Tensor]:
     """Write `recipe` with random pairs for `model`; its tensors by their stored names."""
+    matrices = {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    return save_pairs(folder, matrices, recipe, seed, size)
+
+
+def save_pairs(
+    folder: Path,
+    matrices: Mapping[str, tuple[int, int]],
+    recipe: Recipe,
+    seed: int,
+    size: float = 0.15,
+) -> dict[str, torch.Tensor]:
+    """`save_adapter` for matrices [N, K] by module name."""
     g = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, module in model.named_modules():
+    for name, (n, k) in matrices.items():
         leaf = name.rpartition(".")[2]
         if leaf in recipe.targets:
-            assert isinstance(module, torch.nn.Linear)
             rank, stem = recipe.rank_of(leaf), f"base_model.model.{name}"
-            a = size * torch.randn(rank, module.in_features, generator=g)
-            b = size * torch.randn(module.out_features, rank, generator=g)
-            tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+            tensors[f"{stem}.lora_A.weight"] = size * torch.randn(rank, k, generator=g)
+            tensors[f"{stem}.lora_B.weight"] = size * torch.randn(n, rank, generator=g)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(recipe.config()))
     return tensors
+
+
+def matrices_of(reference: str) -> dict[str, tuple[int, int]]:
+    """The matrices of a model reference's layers by module name."""
+    return {
+        tensor.removesuffix(".weight"): (shape[0], shape[1])
+        for spec in open_model(reference).arch.packed_weights()
+        if spec.layer >= 0
+        for tensor, shape in zip(spec.tensors, spec.tensor_shapes(), strict=True)
+    }
 
 
 def merged(model: Any, recipe: Recipe, tensors: dict[str, torch.Tensor]) -> Any:

@@ -105,7 +105,8 @@ def scale_bytes(width: int) -> int:
 
 
 def read_adapters(specs: Sequence[WeightSpec], folders: Mapping[str, Path]) -> AdapterSet:
-    """The adapters in `folders` (name -> folder) for a model with the matrices `specs`.
+    """The adapters in `folders` (name -> folder) beside the matrices `specs`, in the order of
+    their names: a place is the same in every process.
 
     Raises:
         ModelError, CheckpointError: as `formats.adapters.read_adapter`.
@@ -119,7 +120,7 @@ def read_adapters(specs: Sequence[WeightSpec], folders: Mapping[str, Path]) -> A
                 kept.setdefault(module, NO_PAIR[spec.site])
             else:
                 targets[module] = (shape[0], shape[1])
-    found = tuple(read_adapter(name, path, targets, kept) for name, path in folders.items())
+    found = tuple(read_adapter(name, path, targets, kept) for name, path in sorted(folders.items()))
     sites = (_site(spec, found) for spec in specs if spec.site not in NO_PAIR)
     return AdapterSet(found, tuple(site for site in sites if site is not None))
 
