@@ -112,8 +112,17 @@ def _key(prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
 
 def drafted_by(engine: Engine, source: Any) -> Engine:
     """The engine with another source of drafts; None: it decodes token by token."""
-    engine.scheduler.drafting.source = source
+    engine.scheduler.drafting.source = _Silent() if source is None else source
     return engine
+
+
+class _Silent:
+    """Never has a draft. (Without a source the device would be taken to propose.)"""
+
+    def propose(self, request: Any, tokens: Any, limit: int) -> tuple[int, ...]:
+        return ()
+
+    def forget(self, request_id: str) -> None: ...
 
 
 def alone(family: Family, model: str | Path) -> Engine:
