@@ -30,6 +30,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "ray": ("ray",),
     "diffusers": ("diffusers",),
     "av": ("av",),
+    "opentelemetry": ("opentelemetry-sdk",),
 }
 
 

@@ -159,6 +159,11 @@ class Metrics:
         self._decode = Histogram(
             "request_decode_seconds", "From a finished choice's first token to its last.", _SECONDS
         )
+        self._per_token = Histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between two tokens of a finished choice.",
+            _SECONDS,
+        )
         self._duration = Histogram(
             "request_duration_seconds", "From arrival to the last token.", _SECONDS
         )
@@ -183,7 +188,10 @@ class Metrics:
             if reason is not None:
                 self._finished[reason] = self._finished.get(reason, 0) + 1
                 if choice.times.first:
-                    self._decode.observe(choice.times.last - choice.times.first)
+                    decode_s = choice.times.last - choice.times.first
+                    self._decode.observe(decode_s)
+                    if choice.text.completion_tokens > 1:
+                        self._per_token.observe(decode_s / (choice.text.completion_tokens - 1))
         self._duration.observe(seconds)
         self._prompt.observe(float(sum(map(len, job.prompts))))
         self._generated.observe(float(sum(c.text.completion_tokens for c in job.choices)))
@@ -204,6 +212,7 @@ class Metrics:
             self.queue,
             self._prefill,
             self._decode,
+            self._per_token,
             self._duration,
             self._prompt,
             self._generated,

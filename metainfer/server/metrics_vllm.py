@@ -32,6 +32,7 @@ ALIASES = {
     "request_queue_seconds": "request_queue_time_seconds",
     "request_prefill_seconds": "request_prefill_time_seconds",
     "request_decode_seconds": "request_decode_time_seconds",
+    "request_time_per_output_token_seconds": "request_time_per_output_token_seconds",
     "request_duration_seconds": "e2e_request_latency_seconds",
     "request_prompt_tokens": "request_prompt_tokens",
     "request_generated_tokens": "request_generation_tokens",

@@ -51,6 +51,17 @@ def test_numbers_add_up() -> None:
     assert values["metainfer_time_to_first_token_seconds_count", None] == 4
     assert values["metainfer_inter_token_latency_seconds_count", None] == 3 * 4 + 1
     assert values["metainfer_request_generated_tokens_sum", None] == 3 * 5 + 2
+    assert values["metainfer_request_queue_seconds_count", None] == 4
+    assert values["metainfer_request_prefill_seconds_count", None] == 4
+    first = values["metainfer_time_to_first_token_seconds_sum", None]
+    decode = values["metainfer_request_decode_seconds_sum", None]
+    assert values["metainfer_request_decode_seconds_count", None] == 3  # one did not finish
+    assert values["metainfer_request_time_per_output_token_seconds_count", None] == 3
+    assert values["metainfer_request_time_per_output_token_seconds_sum", None] == pytest.approx(
+        decode / 4
+    )
+    assert values["metainfer_request_duration_seconds_sum", None] >= first + decode
+    assert values["metainfer_admission_rejections_total", None] == 0
     assert values["metainfer_generated_tokens_total", None] >= 17
     assert values["metainfer_ready", None] == 1
 
