@@ -10,11 +10,15 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from fake_server import Running, fake_server
 from fake_texts import write_script
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
-SAID = {"call": f"<think>\nI must look.\n</think>\n\nOne moment.\n{CALL}", "text": "It rains."}
+SAID = {
+    "call": f"<think>\nI must look.\n</think>\n\nOne moment.\n{CALL}",
+    "json": '{"city": "Łódź", "degrees": 3}',
+    "text": "It rains.",
+}
 WEATHER: Any = {
     "name": "weather",
     "description": "Weather of a city",
@@ -105,6 +109,26 @@ def test_thinking_text_and_a_round_of_tools(scripted: anthropic.Anthropic) -> No
     ]  # fmt: skip
     again = scripted.messages.create(**(given | {"messages": messages}))
     assert [block.text for block in strict(again).content] == ["It rains."]
+
+
+class Weather(BaseModel):
+    city: str
+    degrees: int
+
+
+def test_parse_and_send_back(scripted: anthropic.Anthropic) -> None:
+    given = ask("play:json;")
+    message = scripted.messages.parse(**given, output_format=Weather)
+    assert message.parsed_output == Weather(city="Łódź", degrees=3)
+    with scripted.messages.stream(**given, output_format=Weather) as stream:
+        assert stream.get_final_message().parsed_output == message.parsed_output
+    messages: list[Any] = [
+        *given["messages"],
+        {"role": "assistant", "content": message.content},
+        user("play:text;"),
+    ]
+    again = scripted.messages.create(**(given | {"messages": messages}))
+    assert [block.text for block in again.content] == ["It rains."]
 
 
 def test_stop_sequence_and_limit(client: anthropic.Anthropic) -> None:

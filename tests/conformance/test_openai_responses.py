@@ -120,6 +120,8 @@ class Weather(pydantic.BaseModel):
 def test_parse(scripted: openai.OpenAI) -> None:
     answer = scripted.responses.parse(model="fake", input="play:json;", text_format=Weather)
     assert answer.output_parsed == Weather(city="Łódź", degrees=3)
+    items: list[Any] = [*answer.output, {"role": "user", "content": "play:text;"}]
+    assert scripted.responses.create(model="fake", input=items).output_text == "It rains."
     with scripted.responses.stream(model="fake", input="play:json;", text_format=Weather) as stream:
         assert stream.get_final_response().output_parsed == Weather(city="Łódź", degrees=3)
 
