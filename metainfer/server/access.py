@@ -118,6 +118,10 @@ class Keys:
         return found
 
 
+class ClientLeftError(Exception):
+    """Nobody is there any more to take an answer."""
+
+
 class Gate:
     """Outermost ASGI layer: request id, header count, API key, and the last stop of faults."""
 
@@ -145,7 +149,13 @@ class Gate:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError as error:
+                # uvloop's word for a connection that ended a moment ago
+                if "handler is closed" not in str(error):
+                    raise
+                raise ClientLeftError from error
 
         try:
             self._check(scope, headers)
@@ -154,6 +164,8 @@ class Gate:
             return
         try:
             await self.app(scope, receive, tagged)
+        except ClientLeftError:
+            return
         except Exception as error:  # noqa: BLE001 - the last stop: log, answer, go on
             failure = internal(error, request_id.decode())
             if not started:

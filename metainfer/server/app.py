@@ -101,7 +101,13 @@ def _add_routes(app: Any, state: ServerState) -> None:
     async def body_of(request: Request, kind: Any, rules: Rules = CHAT) -> Any:
         config = state.config
         raw = await read_body(request.scope, request.receive, config.max_body_bytes, config.body_s)
-        return await off_loop(len(raw) // 16, lambda: convert(parse_json(raw), kind, rules))
+
+        def read() -> Any:
+            value = parse_json(raw)
+            config.bounds.check_counts(value)
+            return convert(value, kind, rules)
+
+        return await off_loop(len(raw) // 16, read)
 
     async def chat(request: Request) -> Any:
         arrived = perf_counter()

@@ -159,6 +159,13 @@ class Bounds(Mapping[str, int]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def check_counts(self, value: Mapping[str, Any]) -> None:
+        """Refuse lists that are too long before anything is made of their items. As `check`."""
+        for name in ("messages", "tools"):
+            items = value.get(name)
+            if isinstance(items, list):
+                self._refuse(name, len(items), name)
+
     def check(self, body: Any) -> None:
         """Refuse a converted body that exceeds one of them.
 

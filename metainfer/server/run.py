@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("metainfer.server")
 _POLL_S = 0.05
 _FLUSH_S = 2.0
+_YOUNG = 20_000  # objects between collections; a large body is as many
+_SWITCH_S = 0.001  # a thread that reads a large body gives the loop its turn after this
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -229,6 +233,7 @@ class Lifecycle:
         same = state.info is not None and state.info.model == info.model
         text = state.text if same else None
         state.engine_ready(info, text or await asyncio.to_thread(self._load_text, info))
+        _settle_collector()
         self._on_ready(info)
         client: Any = state.client
         pause = state.restarts.next_pause_s
@@ -294,6 +299,13 @@ def _last_words(restarts: Restarts, cause: str) -> str:
     )
 
 
+def _settle_collector() -> None:
+    """Keep what start-up made out of later collections, which stop every stream while they run."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG, 20, 20)
+
+
 async def _any(*events: asyncio.Event) -> None:
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
@@ -333,7 +345,7 @@ def _uvicorn(state: ServerState, tls: ssl.SSLContext | None) -> Any:
     config = uvicorn.Config(
         _with_cors(create_app(state), state.config.cors_origins),
         log_config=None,
-        log_level="warning",
+        log_level="error",  # one line for each malformed request would fill disks
         access_log=False,
         lifespan="off",
         server_header=False,
@@ -364,6 +376,7 @@ def _with_cors(app: Any, origins: tuple[str, ...]) -> Any:
 
 def run(main: Any) -> Any:
     """Run the coroutine `main` on uvloop where it is installed."""
+    sys.setswitchinterval(_SWITCH_S)
     try:
         import uvloop
     except ImportError:

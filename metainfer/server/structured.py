@@ -158,7 +158,7 @@ async def check(asked: Asked, library: str) -> None:
     for that no longer than the library takes to start, the queue included.
 
     Raises:
-        RequestError: 400 ``invalid_schema`` with the library's cause; 503 ``queue_full`` when
+        RequestError: 400 ``invalid_schema`` with the library's cause; 429 ``queue_full`` when
             checks queue up; 400 ``unsupported_parameter`` without the library.
     """
     name, spec = asked
@@ -175,8 +175,8 @@ async def check(asked: Asked, library: str) -> None:
             raise RequestError(
                 f"{name} was not checked within {KNOWN[library].start_s:.0f} s.",
                 "Try again later.",
-                status=503,
-                error_type="server_error",
+                status=429,
+                error_type="rate_limit_error",
                 code="queue_full",
                 param=name,
                 retry_after_s=1.0,

@@ -147,3 +147,21 @@ def test_over_http_with_one_queue_rule_and_a_measured_wait() -> None:
         # Three ended within far less than a second each: a place is free at once.
         assert full.headers["retry-after"] == "1"
         assert eventually(lambda: call(running.port, "GET", "/health").json["pending"] == 0)
+
+
+def test_one_of_many_messages_is_named_as_one_of_few_is() -> None:
+    for count in (3, 90):
+        bad = [TEXT] * (count - 1) + [{"role": "user", "content": [{"type": "text", "text": 5}]}]
+        with pytest.raises(RequestError) as caught:
+            body(messages=bad)
+        assert caught.value.param == f"messages[{count - 1}].content[0].text"
+        assert caught.value.code == "invalid_type"
+        assert body(messages=[TEXT] * count).messages[-1].content == "x"
+
+
+def test_too_many_are_refused_before_they_are_read() -> None:
+    for field in ("messages", "tools"):
+        with pytest.raises(RequestError) as caught:
+            Bounds({field: 2}).check_counts({field: [None] * 3})
+        assert caught.value.param == field
+    Bounds({"messages": 2}).check_counts({"messages": [None] * 2, "tools": "no list"})

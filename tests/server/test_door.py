@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import signal
@@ -16,7 +17,9 @@ import pytest
 from fake_server import HERE, call, chat_body, fake_server
 
 from metainfer.core.errors import UserError
+from metainfer.server.access import Gate
 from metainfer.server.run import bind_unix, tls_context
+from metainfer.server.state import ServerConfig
 
 CERT = HERE / "selfsigned.pem"  # for localhost, valid for a hundred years; protects nothing
 CHAT = "/v1/chat/completions"
@@ -145,3 +148,21 @@ def test_a_body_that_trickles_is_a_408_and_the_connection_ends() -> None:
         assert b'"code":"request_timeout"' in received
         assert b"connection: close" in received
         assert call(running.port, "POST", CHAT, chat_body("say:ok")).status == 200
+
+
+def test_a_client_that_just_left_is_no_fault_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def gone(message: Any) -> None:
+        raise RuntimeError("unable to perform operation on <TCP>; the handler is closed")
+
+    async def broken(message: Any) -> None:
+        raise RuntimeError("Expected ASGI message 'http.response.body'")
+
+    scope = {"type": "http", "path": "/health", "headers": []}
+    gate = Gate(inner, ServerConfig(("m",)))
+    asyncio.run(gate(scope, None, gone))  # type: ignore[arg-type]
+    assert "internal error" not in caplog.text
+    asyncio.run(gate(scope, None, broken))  # type: ignore[arg-type]
+    assert "internal error" in caplog.text

@@ -155,7 +155,7 @@ def test_a_hostile_grammar_holds_nobody_up(server: Running) -> None:
         begin = time.perf_counter()
         assert call(server.port, "GET", "/health/live").status == 200
         slowest, done = max(slowest, time.perf_counter() - begin), done + 1
-    assert len(statuses) == 4 and set(statuses) <= {400, 503} and 400 in statuses
+    assert len(statuses) == 4 and set(statuses) <= {400, 429} and 400 in statuses
     assert done > 10 and slowest < 1.0  # other helpers of the machine load it too
 
 
