@@ -317,6 +317,10 @@ def test_what_the_core_refuses_is_told_in_the_dialects_words() -> None:
     assert got.param == "input[1].call_id"
     assert got.cause.startswith("input[1].call_id 'messages[0].tool_calls' is no call")
     assert "function_call hold" in got.remedy
+    told = names.translated(
+        RequestError("This model's chat template knows no reasoning_effort 'high'.")
+    )
+    assert told.cause == "This model's chat template knows no reasoning.effort 'high'."
     for field, said_as in (
         ("tools[3].function.parameters", "tools[3].parameters"),
         ("response_format.json_schema.schema", "text.format.schema"),
@@ -332,6 +336,15 @@ def test_what_the_core_refuses_is_told_in_the_dialects_words() -> None:
         ("messages", "messages"),
     ):
         assert names.translated(RequestError("x", param=field)).param == said_as
+
+
+@pytest.mark.parametrize("path", sorted(PATHS))
+def test_deep_nesting_is_refused(path: str) -> None:
+    block: Any = "x"
+    for _ in range(400):
+        block = [{"type": "tool_result", "tool_use_id": "1", "content": block}]
+    field = "input" if path == "responses" else "messages"
+    refused(path, **{field: [said("user", block)]})
 
 
 def test_hints_and_neutral_values_are_welcome() -> None:

@@ -213,13 +213,14 @@ def _message(where: str, value: Any) -> Any:
     return value | {"content": _blocks(f"{where}.content", value["content"])}
 
 
-def _blocks(where: str, value: Any) -> Any:
+def _blocks(where: str, value: Any, *, inner: bool = True) -> Any:
     if not isinstance(value, list):
         return value
-    return [_block(f"{where}[{place}]", block) for place, block in enumerate(value)]
+    return [_block(f"{where}[{place}]", block, inner) for place, block in enumerate(value)]
 
 
-def _block(where: str, value: Any) -> Any:
+def _block(where: str, value: Any, inner: bool) -> Any:
+    """`inner`: whether this one may hold blocks, as a tool's result does."""
     if not isinstance(value, dict):
         return value
     if "type" not in value:
@@ -231,8 +232,8 @@ def _block(where: str, value: Any) -> Any:
     fields = supported(value, (), _BLOCK, f"{where}.")
     for name in _HINTS:
         fields.pop(name, None)
-    if "content" in fields:
-        fields["content"] = _blocks(f"{where}.content", fields["content"])
+    if inner and "content" in fields:
+        fields["content"] = _blocks(f"{where}.content", fields["content"], inner=False)
     return fields
 
 

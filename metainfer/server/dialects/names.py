@@ -15,7 +15,7 @@ from metainfer.core.errors import RequestError
 from metainfer.server.bodies import convert
 from metainfer.server.schemas import ChatRequest
 
-_QUOTED = r"'[^']*'|\"[^\"]*\""
+_QUOTED = r"(?<!\w)'[^']*'|\"[^\"]*\""  # no quote: model's
 _PLACE = r"messages\[(\d+)\]"
 
 
