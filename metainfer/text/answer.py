@@ -154,13 +154,14 @@ class AnswerParser:
         if self._state is _State.UNDECIDED:
             self._state = _State.CONTENT
         held = self._buffer.take()
-        if cut and len(held) > 2:  # most of a marker; a lone "<" may be text
+        in_block = self._reader is not None and self._reader.in_block
+        if cut and (in_block or len(held) > 2):  # most of a marker; a lone "<" may be text
             held = ""
         self._write(held)
         if not self._after_call:
             self._emit(self._gap)
         self._gap = ""
-        if cut and not self._called and self._reader is not None and self._reader.in_block:
+        if cut and in_block and not self._called:
             self._note("call_not_finished")
         if self._state is _State.REASONING and not cut:
             self._note("reasoning_not_closed")

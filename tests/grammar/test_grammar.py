@@ -16,6 +16,7 @@ from schemas import schemas
 from metainfer.core.errors import RequestError
 from metainfer.core.request import GrammarSpec
 from metainfer.grammar.backend import GrammarError, Vocabulary
+from metainfer.grammar.backends import opened
 from metainfer.grammar.library import Library
 from metainfer.grammar.llg import LLGuidance
 from metainfer.grammar.rules import (
@@ -38,6 +39,8 @@ VOCABULARY = Vocabulary(
 SIZE = VOCABULARY.size
 BACKEND = LLGuidance(VOCABULARY)
 LIBRARY = Library(BACKEND)
+LIBRARIES = {"llguidance": LIBRARY, "xgrammar": Library(opened("xgrammar", VOCABULARY))}
+both = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 
 
 def text_of(tokens: list[int]) -> bytes:
@@ -60,6 +63,7 @@ def spell(state: GrammarState, rng: np.random.Generator, limit: int = 400) -> li
     return None
 
 
+@both
 @settings(
     max_examples=60,
     deadline=None,
@@ -67,34 +71,38 @@ def spell(state: GrammarState, rng: np.random.Generator, limit: int = 400) -> li
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(schema=schemas(), number=st.integers(0, 2**32 - 1))
-def test_whatever_is_drawn_fits_the_schema(schema: dict[str, Any], number: int) -> None:
+def test_whatever_is_drawn_fits_the_schema(
+    library: Library, schema: dict[str, Any], number: int
+) -> None:
     spec = json_spec(schema, "schema")
-    tokens = spell(LIBRARY.open(spec, ()), np.random.default_rng(number))
+    tokens = spell(library.open(spec, ()), np.random.default_rng(number))
     if tokens is None:
         return
     value = json.loads(text_of(tokens).decode("utf-8"))
     jsonschema.validate(value, schema, jsonschema.Draft202012Validator)
-    again = LIBRARY.open(spec, tokens)  # a request that was preempted
+    again = library.open(spec, tokens)  # a request that was preempted
     assert (
-        again.allowed(()).tolist() == LIBRARY.open(spec, tokens[:-1]).allowed(tokens[-1:]).tolist()
+        again.allowed(()).tolist() == library.open(spec, tokens[:-1]).allowed(tokens[-1:]).tolist()
     )
 
 
-def test_most_random_schemas_come_to_an_end(seed: int) -> None:
+@both
+def test_most_random_schemas_come_to_an_end(library: Library, seed: int) -> None:
     rng = np.random.default_rng(seed)
     schema = {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 3}
-    found = [spell(LIBRARY.open(json_spec(schema, "s"), ()), rng) for _ in range(20)]
+    found = [spell(library.open(json_spec(schema, "s"), ()), rng) for _ in range(20)]
     assert sum(tokens is not None for tokens in found) == 20
 
 
+@both
 @pytest.mark.parametrize(
     "pattern", ["a+b", "é{2,3}", "[0-9]{3}-[0-9]{4}", "[a-z_]+@[^@. ]+[.]com", "(ab|c)*d"]
 )
-def test_a_regex_holds_for_the_whole_answer(pattern: str, seed: int) -> None:
+def test_a_regex_holds_for_the_whole_answer(library: Library, pattern: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     done = 0
     for _ in range(30):
-        tokens = spell(LIBRARY.open(regex_spec(pattern, "r"), ()), rng, 60)
+        tokens = spell(library.open(regex_spec(pattern, "r"), ()), rng, 60)
         if tokens is not None:
             done += 1
             assert re.fullmatch(pattern, text_of(tokens).decode())
@@ -104,27 +112,29 @@ def test_a_regex_holds_for_the_whole_answer(pattern: str, seed: int) -> None:
 CHOICES = st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=6)
 
 
+@both
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(choices=CHOICES, number=st.integers(0, 2**32 - 1))
-def test_a_choice_is_one_of_the_texts(choices: list[str], number: int) -> None:
+def test_a_choice_is_one_of_the_texts(library: Library, choices: list[str], number: int) -> None:
     """Quotes, slashes, controls, letters with marks and pictures stand for themselves."""
     spec = choice_spec(choices, "c")
-    tokens = spell(LIBRARY.open(spec, ()), np.random.default_rng(number))
+    tokens = spell(library.open(spec, ()), np.random.default_rng(number))
     assert tokens is not None and text_of(tokens).decode() in choices
     assert re.fullmatch("[0-9A-Za-z\\\\u{}|]+", choice_regex(spec.text))
 
 
+@both
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(schema=schemas(), number=st.integers(0, 2**32 - 1), cuts=st.lists(st.integers(1, 5)))
 def test_masks_ahead_are_masks_afterwards(
-    schema: dict[str, Any], number: int, cuts: list[int]
+    library: Library, schema: dict[str, Any], number: int, cuts: list[int]
 ) -> None:
     """What may follow accepted drafts is what may follow the same tokens once they are drawn;
     asking ahead, along forbidden paths too, leaves no trace."""
     spec = json_spec(schema, "schema")
     rng = np.random.default_rng(number)
-    path = spell(LIBRARY.open(spec, ()), rng, 60) or []
-    state = LIBRARY.open(spec, ())
+    path = spell(library.open(spec, ()), rng, 60) or []
+    state = library.open(spec, ())
     for cut in cuts:
         ahead, path = path[:cut], path[cut:]
         state.allowed([*ahead, int(rng.integers(SIZE)), int(rng.integers(SIZE))])
@@ -136,8 +146,9 @@ def test_masks_ahead_are_masks_afterwards(
         assert not state.fault
 
 
-def test_behind_the_end_anything_may_be_asked() -> None:
-    state = LIBRARY.open(GrammarSpec("regex", "a"), ())
+@both
+def test_behind_the_end_anything_may_be_asked(library: Library) -> None:
+    state = library.open(GrammarSpec("regex", "a"), ())
     a = ord("a")
     assert state.allowed([a]).nonzero()[0].tolist() == [END, OTHER_END]
     assert state.allowed([a, END, 3]).any()
@@ -145,8 +156,9 @@ def test_behind_the_end_anything_may_be_asked() -> None:
     assert not state.fault and state.allowed([4]).any()
 
 
-def test_a_forbidden_token_is_a_fault() -> None:
-    state = LIBRARY.open(GrammarSpec("regex", "a+"), ())
+@both
+def test_a_forbidden_token_is_a_fault(library: Library) -> None:
+    state = library.open(GrammarSpec("regex", "a+"), ())
     state.accept([ord("a"), ord("b")])
     assert "forbids" in state.fault and not state.allowed(()).any()
 
@@ -311,3 +323,75 @@ def test_grammars_stay_while_they_are_held() -> None:
     library.get(second)
     assert library.find(first) is state.compiled
     library.close()
+
+
+@both
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "integer"}}},
+        {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    ],
+)
+def test_a_described_name_does_not_come_back_in_disguise(
+    library: Library, schema: dict[str, Any]
+) -> None:
+    """A name spelled with escapes would be another name to the library, and the same to readers."""
+    begin = "[{" if schema["type"] == "array" else "{"
+    for name in ("\\u0061", "\\u0062"):
+        state = library.open(json_spec(schema, "s"), [])
+        state.accept(list(f'{begin}"{name}": "x"'.encode()))
+        assert "forbids" in state.fault
+    state = library.open(json_spec(schema, "s"), list(f'{begin}"a": 1'.encode()))
+    assert not state.fault
+
+
+def test_other_names_are_still_free() -> None:
+    spec = json_spec({"type": "object", "properties": {"a": {"type": "integer"}}}, "s")
+    state = LIBRARY.open(spec, list('{"a": 1, "é\\n": [null]}'.encode()))
+    assert not state.fault and state.allowed(())[END]
+
+
+BEYOND_XGRAMMAR: list[tuple[Any, str]] = [
+    ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "without a type"),
+    ({"type": "integer", "allOf": [{"minimum": 3}]}, "allOf"),
+    ({"type": "string", "minLength": 2, "pattern": "^a+$"}, "pattern"),
+    ({"type": "string", "pattern": "a"}, "anchored"),
+    ({"type": "string", "pattern": "^(?=a)b$"}, "pattern"),
+    ({"type": "string", "pattern": "^a$|b$"}, "inside"),
+    ({"type": "string", "pattern": "^a|b$"}, "alternatives"),
+    ({"type": "string", "format": "hostname"}, "hostname"),
+    ({"type": "string", "maxLength": 10_000}, "4096"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "integer", "multipleOf": 3}, "multipleOf"),
+    ({"type": ["string", "null"], "minLength": 2}, "several types"),
+    ({"$ref": "#/$defs/x", "minimum": 3, "$defs": {"x": {"type": "integer"}}}, "minimum"),
+    ({"$ref": "http://example.org/x"}, "definition"),
+    ({"anyOf": [{"type": "null"}], "type": "object"}, "type"),
+    ({"enum": [1, "a"], "type": "string"}, "type"),
+    ({"enum": ["a"], "minLength": 2}, "minLength"),
+    ({"type": "object", "properties": {}, "required": ["a"]}, "required"),
+    ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, "additional"),
+    ({"items": {"not": {}}}, "type"),
+    ({"type": "array", "items": {"not": {}}}, "type"),
+    (False, "object"),
+]
+
+
+@pytest.mark.parametrize(("schema", "word"), BEYOND_XGRAMMAR)
+def test_xgrammar_is_not_asked_for_what_it_passes_over(schema: Any, word: str) -> None:
+    """It drops what it does not know, with a line in its own log at best."""
+    with pytest.raises(GrammarError, match=word):
+        LIBRARIES["xgrammar"].get(GrammarSpec("json", json.dumps(schema)))
+
+
+@both
+@pytest.mark.parametrize("kind", ["json", "regex", "choice"])
+def test_no_mask_reaches_beyond_the_vocabulary(library: Library, kind: Any) -> None:
+    text = {"json": '{"type":"object"}', "regex": "[^a]+", "choice": '["a"]'}[kind]
+    matcher = library.get(GrammarSpec(kind, text)).start()
+    words = np.zeros(-(-SIZE // 32), np.int32)
+    matcher.fill(words)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    assert bits.any() and not bits[SIZE:].any()
+    assert not bits[[THINK, DONE, VOID]].any()

@@ -297,7 +297,7 @@ def test_without_the_library_a_strict_tool_is_a_remark(monkeypatch: pytest.Monke
     prompt = Prompt([1], Opening.CONTENT)
 
     def made(choice: ToolChoice) -> tuple[GrammarSpec | None, tuple[str, ...]]:
-        return asyncio.run(call_grammar(text, tools, choice, None, prompt))
+        return asyncio.run(call_grammar(text, tools, choice, None, prompt, "llguidance"))
 
     assert made(ToolChoice()) == (None, ("strict_not_enforced",))
     with pytest.raises(RequestError, match="llguidance"):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transcripts import ALL, C, D, E, R, Transcript, block, invoke, tool_call
 
-from metainfer.text.answer import MAX_GAP, AnswerParser
+from metainfer.text.answer import MAX_GAP, AnswerParser, Run
 from metainfer.text.calls import MAX_CALL_CHARS, Call
 from metainfer.text.markup import (
     DEEPSEEK,
@@ -318,3 +318,40 @@ def test_symbols_in_ordinary_text_are_no_markers() -> None:
 )
 def test_rows_are_found_by_what_the_template_writes(template: str | None, row: Markup) -> None:
     assert markup_of_template(template) is row
+
+
+@pytest.mark.parametrize("markup", [QWEN3, DEEPSEEK], ids=["json", "dsml"])
+def test_arguments_that_python_cannot_write_again_are_handed_out_as_written(
+    markup: Markup,
+) -> None:
+    """Half a surrogate pair ended in a 500, a number beyond floats in `Infinity`."""
+    for inner in (r'{"a": "\ud800"}', '{"a": [1e999]}'):
+        if markup is QWEN3:
+            text = f'<tool_call>{{"name": "f", "arguments": {inner}}}</tool_call>'
+        else:
+            text = f'<{D}tool_calls><{D}invoke name="f">{inner}</{D}invoke></{D}tool_calls>'
+        parser = AnswerParser(markup, Opening.CONTENT)
+        (call,) = [*parser.push(text).calls, *parser.finish().calls]
+        assert call.arguments == inner
+        call.arguments.encode()
+
+
+def test_enforced_calls_are_read_behind_reasoning_only() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"a": {"b": 1, "b": 2}}}</tool_call>'
+    parser = AnswerParser(QWEN3, Opening.EITHER, calls="enforced")
+    pieces = [*parser.push(f"<think>{call}</think>{call}").pieces, *parser.finish().pieces]
+    assert pieces == [Run("reasoning", call), Call("f", '{"a": {"b": 2}}')]
+    assert parser.notes == ["duplicate_parameter"]
+    again = AnswerParser(QWEN3, Opening.EITHER)
+    assert not again.push(call).calls and again.notes == ["malformed_call"]
+
+
+@pytest.mark.parametrize("kept", range(1, 90, 4))
+def test_b31_a_block_that_is_cut_leaves_no_markup(kept: int) -> None:
+    whole = f'\n\n<{D}tool_calls>\n<{D}invoke name="f">\n</{D}invoke>\n</{D}tool_calls>'
+    parser = AnswerParser(DEEPSEEK, Opening.CONTENT, calls="enforced")
+    answers = [parser.push(whole[:kept]), parser.finish(cut=True)]
+    calls = [call for answer in answers for call in answer.calls]
+    assert "".join(answer.content for answer in answers).strip("\n") in ("", "<")
+    inside = whole.index(">") < kept  # behind the block's own tag
+    assert bool(calls) or not inside or "call_not_finished" in parser.notes
