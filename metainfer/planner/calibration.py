@@ -1,9 +1,10 @@
 """Measured step times become a price: per phase, what a step costs beside and for its amounts.
 
-``seconds = overhead + bytes * b + FLOPs * f + attention FLOPs * a``, coefficients not negative,
-fitted to relative errors; times a ratio over the rows of a step, interpolated between those that
-were measured, for what the line misses (a kernel that changes its tile). Collectives are added as
-modelled: they are not part of a fit.
+``seconds = overhead + bytes * b + FLOPs * f + attention FLOPs * a``, coefficients not negative and
+a at least f, fitted to relative errors; times a ratio over the rows of a step, interpolated between
+those that were measured, for what the line misses (a kernel that changes its tile). Few samples do
+not carry four coefficients: then a phase has those that bound it, bytes where it decodes and FLOPs
+where it computes prompts. Collectives are added as modelled: they are not part of a fit.
 
 The band is honest about rows that were not measured: every sample is predicted from the others, and
 the largest error so found is its half width, never below `LEAST_BAND`.
@@ -32,6 +33,8 @@ LEAST_BAND = 0.10
 """Half width of a calibrated band at least (seed): another hour of the same machine."""
 ENOUGH_ROWS = 3
 """Different row counts from which on ratios are interpolated."""
+ENOUGH_SAMPLES = 8
+"""Samples of a phase from which on all four coefficients are fitted."""
 
 NEAREST: Mapping[Phase, tuple[Phase, ...]] = {
     Phase.MIXED: (Phase.CHUNK, Phase.DECODE),
@@ -211,11 +214,21 @@ def fit(samples: Sequence[Sample]) -> PhaseFit:
     columns = [
         [1.0 for _ in samples],
         [each.amounts.moved for each in samples],
-        [each.amounts.flops for each in samples],
+        [each.amounts.flops + each.amounts.attention for each in samples],
         [each.amounts.attention for each in samples],
     ]
     weighted = [[value / s for value, s in zip(column, spent, strict=True)] for column in columns]
-    overhead, byte, flop, attention = _not_negative(weighted, [1.0] * len(samples))
+    allowed: tuple[int, ...] = (0, 1, 2, 3)
+    if len(samples) < ENOUGH_SAMPLES:
+        decodes = samples[0].phase in (Phase.DECODE, Phase.VERIFY, Phase.DRAFT)
+        allowed = (1, 0) if decodes else (2, 3, 0)
+    found = [0.0] * len(columns)
+    for column, value in zip(
+        allowed, _not_negative([weighted[i] for i in allowed], [1.0] * len(samples)), strict=True
+    ):
+        found[column] = value
+    overhead, byte, flop, more = found
+    attention = flop + more
     line = PhaseFit(overhead_s=overhead, byte_s=byte, flop_s=flop, attention_s=attention)
     by_rows: dict[int, list[float]] = {}
     for sample, seconds in zip(samples, spent, strict=True):

@@ -1,8 +1,8 @@
 """What arrives: requests with their times, drawn from a short specification and a seed. No torch.
 
 ====================  ============================================================================
-``closed``            `requests` requests, `concurrency` of them at any time; with `think`, that many
-                      clients, each of which waits so many seconds before its next request
+``closed``            `requests` requests, `concurrency` of them at any time; with `think`, that
+                      many clients, each of which waits so many seconds before its next one
 ``poisson``           `requests` requests at exponential gaps, `rate` a second
 ``shared``            ``closed``, every prompt behind one of `groups` prefixes of `prefix` tokens
 ``agentic``           `concurrency` sessions of `turns` turns: a long first prompt, then each turn
