@@ -105,11 +105,10 @@ class ResponseWriter:
 
     def fail(self, error: RequestError) -> list[Event]:
         """The response as far as it came, and why it stopped."""
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         events = self._close("incomplete")
         self.answer |= {
             "status": "failed",
-            "error": {"code": code, "message": str(error)},
+            "error": {"code": "server_error", "message": str(error)},
             "usage": _usage(self._job),
         }
         return [*events, self._event("response.failed", response=self.answer)]
