@@ -201,6 +201,8 @@ class DemuxClient(ABC):
             box = self._boxes.get(message.request_id)
             if box is not None:
                 box.put(_rejection(message))
+        elif isinstance(message, Fault):
+            self._on_fault(message)
         elif isinstance(message, Progress):
             self._phase = message.phase
             if message.seconds is not None:
@@ -212,8 +214,6 @@ class DemuxClient(ABC):
                 self._ready.set_result(message.info)
             else:
                 self._ready.set_exception(EngineRefusedError(message))
-        elif isinstance(message, Fault):
-            self._on_fault(message)
         elif isinstance(message, Failed):
             self._die(f"{message.cause} {message.remedy}".strip())
 

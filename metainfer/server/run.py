@@ -230,9 +230,10 @@ class Lifecycle:
         info = await _unless(self._stop, state.client.start())
         if info is None:
             return False
-        same = state.info is not None and state.info.model == info.model
-        text = state.text if same else None
-        state.engine_ready(info, text or await asyncio.to_thread(self._load_text, info))
+        text = state.text
+        if text is None or state.info is None or state.info.model != info.model:
+            text = await asyncio.to_thread(self._load_text, info)
+        state.engine_ready(info, text)
         _settle_collector()
         self._on_ready(info)
         client: Any = state.client
