@@ -152,6 +152,14 @@ def _effective(document: dict[str, Any]) -> str:
 
 #: Values for examples that nothing declared gives: no default, no choices, no number.
 EXAMPLES = {
+    "--adapter": "support=./support-lora",
+    "--cors-origin": "https://chat.example",
+    "--curve": "16",
+    "--limit": "messages=512",
+    "--otlp-endpoint": "http://localhost:4318/v1/traces",
+    "--root-path": "/llm",
+    "--url": "http://localhost:8000",
+    "--workload": "closed:users=8",
     "--admin-key": "KEY",
     "--allow-fallback": "attn_paged",
     "--api-key": "KEY",

@@ -59,6 +59,7 @@ def _check_names(config: ServerConfig) -> None:
 async def _serve(intent: Intent, config: ServerConfig, flags: ServerFlags) -> int:
     import sys
 
+    from metainfer.cli import start_screen
     from metainfer.cli.clients import Screen, make_client
     from metainfer.server.app import new_state
     from metainfer.server.run import Lifecycle, describe, tls_context
@@ -67,7 +68,7 @@ async def _serve(intent: Intent, config: ServerConfig, flags: ServerFlags) -> in
     listener = flags.bind()  # first, so that a clash is told before minutes of loading
     out = output.current
     screen = Screen(sys.stderr if out.as_json else sys.stdout)
-    screen.line(f"metainfer serve {intent.model}")
+    screen.lines(start_screen.opening(intent.model, settings.current))
     url = describe(listener, secure=tls is not None) + config.root_path
 
     def renew() -> EngineClient:
@@ -76,7 +77,7 @@ async def _serve(intent: Intent, config: ServerConfig, flags: ServerFlags) -> in
     state = new_state(config, renew())
 
     def ready(info: EngineInfo) -> None:
-        screen.summary(info, url, config.served)
+        screen.lines(start_screen.summary(info, url, config.served))
         if not config.api_keys and flags.exposed:
             screen.line("  warning: no --api-key, and the address is reachable from other machines")
         if out.as_json:
