@@ -158,7 +158,10 @@ _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "fastapi", "uvicor
 
 
 def version(*, as_json: Json = False) -> Result:
-    """The version of this program and of what it stands on."""
+    """The version of this program and of what it stands on.
+
+    Example: metainfer version --json
+    """
     import platform
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
