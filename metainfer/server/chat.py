@@ -75,13 +75,12 @@ async def chat_events(state: ServerState, job: Job, top: int) -> AsyncGenerator[
             if index not in begun:
                 begun.add(index)
                 data = event(index, _DeltaBody("assistant", ""))
-            if delta.text or delta.reasoning or delta.logprobs:
-                body = _DeltaBody(content=delta.text)
-                if delta.reasoning:
+            text, reasoning = delta.text, delta.reasoning
+            if text or reasoning or delta.logprobs:
+                body = _DeltaBody(content=text)
+                if reasoning:
                     body = _DeltaBody(
-                        content=delta.text or UNSET,
-                        reasoning_content=delta.reasoning,
-                        reasoning=delta.reasoning,
+                        content=text or UNSET, reasoning_content=reasoning, reasoning=reasoning
                     )
                 data += event(index, body, logprobs=_block(job, delta, top))
             for call in delta.calls:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from metainfer.text.calls import Call, CallReader, DsmlReader, JsonReader
 from metainfer.text.markup import Markup, Opening
@@ -29,8 +29,7 @@ MAX_GAP = 8
 Channel = Literal["reasoning", "content"]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Text of one channel."""
 
     channel: Channel
@@ -43,9 +42,11 @@ Piece = Run | Call
 
 def text_of(pieces: Sequence[Piece], channel: Channel) -> str:
     """The text of `channel` in `pieces`."""
-    return "".join(
-        piece.text for piece in pieces if isinstance(piece, Run) and piece.channel == channel
-    )
+    text = ""
+    for piece in pieces:  # one, nearly always
+        if isinstance(piece, Run) and piece.channel == channel:
+            text += piece.text
+    return text
 
 
 @dataclass(slots=True)
