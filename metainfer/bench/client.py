@@ -35,7 +35,7 @@ class Server:
             UserError: nothing answers there, or not with 200.
         """
         status, lines = await self._send("GET", path, None)
-        body = "".join([line.decode() async for line in lines])
+        body = "\n".join([line.decode() async for line in lines])
         if status != 200:
             raise UserError(f"GET {path} answered {status}: {_cause(body)}", code="bad_answer")
         return body
@@ -48,7 +48,7 @@ class Server:
         """
         status, lines = await self._send("POST", path, json.dumps(body).encode())
         if status != 200:
-            text = "".join([line.decode() async for line in lines])
+            text = "\n".join([line.decode() async for line in lines])
             raise UserError(f"POST {path} answered {status}: {_cause(text)}", code="bad_answer")
         async for line in lines:
             if not line.startswith(b"data:"):
