@@ -3,14 +3,14 @@
     python benchmarks/fault_campaign.py [--model smollm2-135m] [--streams 4] [--hang-after 5]
 
 A real server over an engine that takes faults on order (`faulty_engine.py`). Some clients stream
-without end and begin anew when a stream ends or fails. One fault after another: a row meets NaN,
-memory lacks once, a crowd of clients connects and leaves, the engine is killed, a step hangs, a
-step hangs with the interpreter locked, the engine dies while its log is a full disk and while its
-log is a pipe that nobody reads. For each: outcomes of the requests that ended from the fault until
-all was well again, requests lost, seconds without readiness, the longest pause between two tokens
-of streams that were open and went through it unharmed. Then how many such faults a day leave
-99.95 %, of time and of requests at this load, and how many of all kinds in turn. Prints one JSON
-document.
+without end; when a stream ends or fails they begin anew, after `Retry-After` where it is given. One
+fault after another: a row meets NaN, memory lacks once, a crowd of clients connects and leaves, the
+engine is killed, a step hangs, a step hangs with the interpreter locked, the engine dies while its
+log is a full disk and while its log is a pipe that nobody reads. For each: outcomes of the requests
+that ended from the fault until all was well again, requests lost, seconds without readiness, the
+longest pause between two tokens of streams that were open and went through it unharmed. Then how
+many such faults a day leave 99.95 %, of time and of requests at this load, and how many of all
+kinds in turn. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Stream:
     ended: float = 0.0
     outcome: str = ""
     tokens: list[float] = field(default_factory=list)
+    wait_s: float = 0.25  # before the client tries again
 
 
 class Server:
@@ -121,7 +122,7 @@ class Load:
             stream.outcome = await self.one(stream, [7 + number, 11 + turn % 200, 13])
             stream.ended = time.monotonic()
             if stream.outcome != "finished":
-                await asyncio.sleep(0.25)
+                await asyncio.sleep(stream.wait_s)
 
     async def one(self, stream: Stream, prompt: list[int]) -> str:
         body = {"model": self._model, "prompt": prompt, "max_tokens": 48, "stream": True}
@@ -130,6 +131,7 @@ class Load:
             async with self._client.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
                     error = json.loads(await answer.aread())["error"]
+                    stream.wait_s = float(answer.headers.get("retry-after", stream.wait_s))
                     return f"{answer.status_code} {error['code']}"
                 last = ""
                 async for line in answer.aiter_lines():

@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -309,7 +308,14 @@ class ProcessClient(DemuxClient):
 
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        self._folder = tempfile.mkdtemp(prefix="metainfer-")  # mode 0700
+        try:
+            self._folder = tempfile.mkdtemp(prefix="metainfer-")  # mode 0700
+        except OSError as error:
+            raise UserError(
+                f"no folder for the engine's socket can be made: {error.strerror}.",
+                "Make room, or set TMPDIR to a folder that can be written.",
+                code="no_room",
+            ) from error
         address = f"ipc://{self._folder}/engine"
         try:
             self._context = zmq.Context()
@@ -331,15 +337,15 @@ class ProcessClient(DemuxClient):
     def _spawn(self, address: str) -> None:
         from metainfer.workers.process import spawn
 
-        options = Path(self._folder) / "options.json"
         flight = self._overseer.descriptor
         guards = msgspec.to_builtins(self._guards)
         said = {"intent": self._intent, "guards": guards, "flight": flight}
-        options.write_text(canonical_json(said) + "\n")
-        # The engine reads its options from standard input, which `spawn` leaves empty.
-        redirect = ("/bin/sh", "-c", 'exec "$@" <"$0"', str(options))
-        command = [*redirect, *self._command, "--address", address]
-        self._child = spawn(command, name="the engine", pass_fds=(flight,))
+        self._child = spawn(
+            [*self._command, "--address", address],
+            name="the engine",
+            pass_fds=(flight,),
+            stdin=canonical_json(said).encode() + b"\n",
+        )
         self._overseer.close_descriptor()
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._on_exit)
         self._watching = True
