@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Literal
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -85,3 +86,24 @@ def test_a_bad_schema_is_the_clients_fault(client: openai.OpenAI) -> None:
             },
         )
     assert error.value.code == "invalid_schema" and "foo" in str(error.value)
+
+
+def test_the_other_library_behind_the_same_server() -> None:
+    """Chosen by a flag, shown in the plan, asked by the checking process too."""
+    with serving("--concurrency", "4", "--grammar-backend", "xgrammar") as running:
+        plan = httpx.get(f"{running.base}/plan").json()
+        assert plan["plan"]["grammar"] == "xgrammar"
+        (decision,) = [one for one in plan["decisions"] if one["key"] == "grammar"]
+        assert [loser["value"] for loser in decision["losers"]] == ["llguidance"]
+        with openai.OpenAI(base_url=f"{running.base}/v1", api_key="x", max_retries=2) as client:
+            answer = client.chat.completions.parse(
+                model=MODEL, messages=MESSAGES, response_format=Person, seed=1, max_tokens=300
+            )  # type: ignore[call-overload]
+            assert isinstance(answer.choices[0].message.parsed, Person)
+            with pytest.raises(openai.BadRequestError) as error:
+                client.completions.create(
+                    model=MODEL,
+                    prompt="x",
+                    extra_body={"guided_json": {"type": "integer", "multipleOf": 3}},
+                )
+            assert "xgrammar does not enforce 'multipleOf'" in str(error.value)
