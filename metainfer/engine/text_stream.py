@@ -57,7 +57,21 @@ class Delta(msgspec.Struct):
     @property
     def calls(self) -> list[Call]:
         """Calls that became whole."""
-        return [piece for piece in self.pieces if isinstance(piece, Call)]
+        return self.channels[2]
+
+    @property
+    def channels(self) -> tuple[str, str, list[Call]]:
+        """Content, reasoning and calls in one pass: servers ask for each token."""
+        text = reasoning = ""
+        calls = []
+        for piece in self.pieces:
+            if isinstance(piece, Call):
+                calls.append(piece)
+            elif piece.channel == "content":
+                text += piece.text
+            else:
+                reasoning += piece.text
+        return text, reasoning, calls
 
 
 class TextStream:

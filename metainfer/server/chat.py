@@ -75,7 +75,7 @@ async def chat_events(state: ServerState, job: Job, top: int) -> AsyncGenerator[
             if index not in begun:
                 begun.add(index)
                 data = event(index, _DeltaBody("assistant", ""))
-            text, reasoning = delta.text, delta.reasoning
+            text, reasoning, whole = delta.channels
             if text or reasoning or delta.logprobs:
                 body = _DeltaBody(content=text)
                 if reasoning:
@@ -83,7 +83,7 @@ async def chat_events(state: ServerState, job: Job, top: int) -> AsyncGenerator[
                         content=text or UNSET, reasoning_content=reasoning, reasoning=reasoning
                     )
                 data += event(index, body, logprobs=_block(job, delta, top))
-            for call in delta.calls:
+            for call in whole:
                 for part in _call_parts(called[index], call):
                     data += event(index, _DeltaBody(tool_calls=[part]))
                 called[index] += 1
@@ -131,9 +131,10 @@ async def chat_answer(state: ServerState, job: Job, top: int) -> bytes:
     logprobs: list[list[dict[str, Any]]] = [[] for _ in job.choices]
     async with aclosing(deltas(state, job)) as items:
         async for choice, delta in items:
-            texts[choice.index].append(delta.text)
-            thoughts[choice.index].append(delta.reasoning)
-            calls[choice.index] += delta.calls
+            text, reasoning, whole = delta.channels
+            texts[choice.index].append(text)
+            thoughts[choice.index].append(reasoning)
+            calls[choice.index] += whole
             logprobs[choice.index] += chat_logprobs(job.tools.tokenizer, delta.logprobs, top)
 
     def body(choice: Choice) -> dict[str, Any]:
