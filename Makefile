@@ -38,6 +38,7 @@ bench: $(VENV)/.dev ## beside transformers, in one run; minutes
 conformance: $(VENV)/.dev $(CLIENTS) ## other people's clients and tools, each in an environment of its own; many minutes
 	$(BIN)/python -m pytest -q tests/conformance
 	$(BIN)/python tests/conformance/heavy/run.py
+	$(BIN)/python tests/conformance/heavy/prometheus.py
 
 browser: $(VENV)/.dev ## the live page in Debian's chromium, driven by node (npm registry); minutes
 	$(BIN)/python tests/browser/drive.py

@@ -160,6 +160,16 @@ def test_random_weights_follow_the_seed() -> None:
     assert answer(1) != answer(2)
 
 
+def test_b25_a_cache_that_never_hits_is_told_to_the_server() -> None:
+    engine = Engine(Intent(model="random:tiny-qwen3", context=128))
+    engine.start()
+    assert engine.stats().cache_alarms == ()
+    engine.scheduler.domains[0].kv.watch.eligible = 10_000
+    (alarm,) = engine.stats().cache_alarms
+    assert "0 of 10000 eligible look-ups hit" in alarm
+    engine.close()
+
+
 def test_b20_what_is_held_and_the_links_reach_the_server() -> None:
     engine = Engine(Intent(model="random:tiny-qwen3", context=128))
     info = engine.start()

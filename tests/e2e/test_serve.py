@@ -147,6 +147,23 @@ def test_a_client_that_leaves_frees_its_pages(server: Server) -> None:
     assert server.metric("metainfer_kv_cache_usage_ratio") == 0
 
 
+def test_times_and_memory_of_a_real_engine_reach_the_page(server: Server) -> None:
+    """The fake engine cannot show that the scheduler's wait and the bytes held come through."""
+    before = server.metric("metainfer_request_queue_seconds_count")
+    client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="x", max_retries=0)
+    client.completions.create(model=MODEL, prompt=[5] * 9, max_tokens=4)
+    assert server.metric("metainfer_request_queue_seconds_count") == before + 1
+    assert server.metric("metainfer_request_prefill_seconds_count") == before + 1
+    page = httpx.get(f"{server.base}/page/status").json()
+    pools = {pool["pool"]: pool for pool in page["memory"]}
+    for name in ("weights", "kv"):
+        assert pools[name]["planned_bytes"] == pools[name]["held_bytes"] > 0
+    assert pools["transient"]["held_bytes"] is None
+    assert page["links"] == [] and page["alarms"] == []
+    assert sum(page["ops"].values()) == page["ops"]["native"] > 0
+    assert {"weights", "warm-up"} <= {phase["name"] for phase in page["start_phases"]}
+
+
 def test_plan_is_the_plan(server: Server) -> None:
     plan = json.load(urllib.request.urlopen(f"{server.base}/plan"))
     ready = json.load(urllib.request.urlopen(f"{server.base}/ready"))

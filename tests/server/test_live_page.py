@@ -237,7 +237,7 @@ def test_before_the_engine_is_ready_nothing_is_claimed() -> None:
     assert now.latency.first_token.p50_s is None
 
 
-def test_alarms_are_said_once_each_worst_first() -> None:
+def test_b05_b24_b25_alarms_are_said_once_each_worst_first() -> None:
     stats = EngineStats(
         draft_alarm="none of 512", cache_alarms=("0 of 64 hit",), non_finite=1, abandoned_steps=2
     )

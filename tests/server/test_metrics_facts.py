@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import metainfer
@@ -73,6 +74,12 @@ def test_what_is_unknown_has_none() -> None:
     starting = samples(None)
     assert not any(key[0].startswith(("build", "ops", "memory", "link", "kv_cache_tokens", "start"))
                    for key in starting)  # fmt: skip
+
+
+@pytest.mark.parametrize("alarms", [(), ("0 of 64 eligible look-ups hit",)])
+def test_b25_a_cache_that_never_hits_shows(alarms: tuple[str, ...]) -> None:
+    page = Metrics("m", lambda: EngineStats(cache_alarms=alarms), lambda: "ready").page().decode()
+    assert f'metainfer_prefix_cache_alarm{{model_name="m"}} {float(bool(alarms))}' in page
 
 
 def test_the_document_is_current() -> None:

@@ -1,13 +1,15 @@
 """Prometheus itself over the metrics, the alert rules and the dashboard's queries.
 
 ``python tests/conformance/heavy/prometheus.py`` needs Debian's package `prometheus` (promtool is in
-it). A real server is scraped with its API key. Writes `prometheus.result.json` beside it.
+it) and PyPI, for vllm-doctor, which reads the same through vLLM's names. A real server is scraped
+with its API key. Writes `../results/prometheus.json`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,17 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 MONITORING = ROOT / "docs" / "monitoring"
 RULES = MONITORING / "alerts.yml"
+RESULT = HERE.parent / "results" / "prometheus.json"
 KEY = "k"
+#: What vllm-doctor finds no sample of: outcomes that did not happen, gauges that vLLM gave up.
+UNREAD = {
+    "request_error_total",
+    "request_abort_total",
+    "prompt_tokens_per_second",
+    "generation_tokens_per_second",
+}
+#: What it may say of a healthy server: this machine's speed is not under test.
+SPEED = {"tpot_bottleneck", "ttft_bottleneck", "queue_latency", "low_throughput"}
 L = '{model_name="m",instance="i"'
 
 
@@ -153,6 +165,9 @@ def rule_tests() -> dict[str, Any]:
     return {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
 
 
+versions: dict[str, str] = {}
+
+
 def promtool(*command: str, text: str | None = None) -> tuple[bool, str]:
     done = subprocess.run(["promtool", *command], input=text, capture_output=True, text=True)
     return done.returncode == 0, (done.stdout + done.stderr).strip()[-2000:]
@@ -191,8 +206,8 @@ def ask(url: str, count: int) -> None:
 
 
 @contextmanager
-def prometheus(target: str, folder: Path) -> Iterator[Callable[[str], Any]]:
-    """A Prometheus that scrapes `target` every second; gives a function for its query API."""
+def prometheus(target: str, folder: Path) -> Iterator[str]:
+    """The URL of a Prometheus that scrapes `target` every second."""
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(RULES)],
@@ -218,15 +233,16 @@ def prometheus(target: str, folder: Path) -> Iterator[Callable[[str], Any]]:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
 
-    def query(path: str) -> Any:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=30) as answer:
-            return json.loads(answer.read())["data"]
-
     try:
-        yield query
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(30)
+
+
+def api(base: str, path: str) -> Any:
+    with urllib.request.urlopen(f"{base}/api/v1/{path}", timeout=30) as answer:
+        return json.loads(answer.read())["data"]
 
 
 def expressions() -> list[str]:
@@ -242,11 +258,11 @@ def expressions() -> list[str]:
     ]
 
 
-def scraped(query: Callable[[str], Any], url: str) -> Iterator[tuple[str, bool, str]]:
-    """Checks against a Prometheus that scrapes the server at `url`."""
+def scraped(base: str, url: str) -> Iterator[tuple[str, bool, str]]:
+    """Checks against the Prometheus at `base`, which scrapes the server at `url`."""
 
     def value(expression: str) -> Any:
-        return query("query?query=" + urllib.parse.quote(expression))["result"]
+        return api(base, "query?query=" + urllib.parse.quote(expression))["result"]
 
     until = time.monotonic() + 60
     while time.monotonic() < until:
@@ -257,11 +273,11 @@ def scraped(query: Callable[[str], Any], url: str) -> Iterator[tuple[str, bool, 
         except OSError:
             pass
         time.sleep(1)
-    (target,) = query("targets")["activeTargets"]
+    (target,) = api(base, "targets")["activeTargets"]
     yield "the target is up", target["health"] == "up", target["lastError"]
     page = get(f"{url}/metrics")
     names = set(re.findall(r"^(metainfer_\w+?)(?:\{| )", page, re.M))
-    stored = {row for row in query("label/__name__/values") if row.startswith("metainfer_")}
+    stored = {row for row in api(base, "label/__name__/values") if row.startswith("metainfer_")}
     yield f"all {len(names)} names of the page are stored", names == stored, str(names ^ stored)
     told = []
     empty = []
@@ -275,11 +291,34 @@ def scraped(query: Callable[[str], Any], url: str) -> Iterator[tuple[str, bool, 
             empty.append(expression)
     yield f"all {len(expressions())} queries of the dashboard run", not told, "; ".join(told)
     yield "and have data, links, traces and restarts apart", not empty, "; ".join(empty)
-    rules = [rule for group in query("rules")["groups"] for rule in group["rules"]]
+    rules = [rule for group in api(base, "rules")["groups"] for rule in group["rules"]]
     bad = [rule["name"] for rule in rules if rule["health"] != "ok"]
     yield f"{len(rules)} alert rules evaluate", len(rules) == len(CASES) and not bad, str(bad)
     firing = [rule["name"] for rule in rules if rule["state"] == "firing"]
     yield "no alert fires on a healthy server", not firing, str(firing)
+
+
+def vllm_doctor(base: str, url: str, folder: Path) -> Iterator[tuple[str, bool, str]]:
+    """A tool that knows vLLM's names only, over the same Prometheus."""
+    python = folder / "vllm-doctor" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)
+    subprocess.run([str(python), "-m", "pip", "install", "-q", "vllm-doctor"], check=True)
+    shown = subprocess.run([str(python), "-m", "pip", "show", "vllm-doctor"], capture_output=True)
+    versions["vllm-doctor"] = shown.stdout.decode().split("Version: ")[1].split()[0]
+    ask(url, 20)
+    command = [str(python.with_name("vllm-doctor")), "diagnose", base, "--since", "1m"]
+    done = subprocess.run(
+        [*command, "-v", "-o", "json"], capture_output=True, text=True, cwd=folder
+    )
+    try:
+        told = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        yield "vllm-doctor reads the server", False, done.stdout + done.stderr
+        return
+    found = [check["id"] for check in told["checks"] if check["finding"]]
+    yield "vllm-doctor finds nothing but speed", not set(found) - SPEED, str(found)
+    unread = [name for name, row in told["metrics"].items() if row["value"] is None]
+    yield "vllm-doctor reads what it looks for", not set(unread) - UNREAD, str(unread)
 
 
 def checks(folder: Path) -> Iterator[tuple[str, bool, str]]:
@@ -289,28 +328,43 @@ def checks(folder: Path) -> Iterator[tuple[str, bool, str]]:
         f"promtool test rules: {len(CASES)} fire and stay silent",
         *promtool("test", "rules", str(folder / "test.yml")),
     )
-    with served() as url:
+    with served("--metrics-compat", "vllm") as url:
         ask(url, 5)
-        page = get(f"{url}/metrics")
+        lines = get(f"{url}/metrics").splitlines(keepends=True)
+        page = "".join(line for line in lines if "vllm:" not in line)  # promtool wants no colons
         good, told = promtool("check", "metrics", text=page)
         yield "promtool check metrics: not a word", good and not told, told
-        with prometheus(url, folder) as query:
-            yield from scraped(query, url)
+        with prometheus(url, folder) as base:
+            yield from scraped(base, url)
+            yield from vllm_doctor(base, url, folder)
 
 
 def main() -> int:
+    if shutil.which("prometheus") is None:
+        print("prometheus is missing: apt install prometheus", file=sys.stderr)
+        return 2
+    told = subprocess.run(["prometheus", "--version"], capture_output=True, text=True)
+    versions["prometheus"] = (told.stdout + told.stderr).split()[2]
     with tempfile.TemporaryDirectory() as name:
         rows = [
-            {"check": check, "passed": good, **({} if good else {"seen": seen})}
+            {"name": check, "passed": good, **({} if good else {"seen": seen})}
             for check, good, seen in checks(Path(name))
         ]
-    told = subprocess.run(["prometheus", "--version"], capture_output=True, text=True)
-    version = (told.stdout + told.stderr).split()[2]
-    result = {"tool": f"prometheus {version}", "date": time.strftime("%Y-%m-%d"), "checks": rows}
-    (HERE / "prometheus.result.json").write_text(json.dumps(result, indent=1) + "\n")
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    failed = sum(not row["passed"] for row in rows)
+    result = {
+        "tool": "prometheus",
+        "versions": versions,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        "passed": len(rows) - failed,
+        "failed": failed,
+        "checks": rows,
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
     for row in rows:
-        print("ok    " if row["passed"] else "FAILED", row["check"], row.get("seen", ""))
-    return 0 if all(row["passed"] for row in rows) else 1
+        print("ok    " if row["passed"] else "FAILED", row["name"], row.get("seen", ""))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
