@@ -57,7 +57,7 @@ def verify(
             raise UsageError(f"--time-limit is {time_limit:g}.", "Pass a positive number.")
         intent = engine.intent("")
         target = report or Path("metainfer-bringup.json")
-        document = bring_up(intent, target, say, time_limit_s=time_limit, seed=seed or 0)
+        document = bring_up(intent, target, say, time_limit_s=time_limit)
         return Result(document, str(document["text"]), 1 if document["failed"] else 0)
     if model is None:
         raise UsageError("No model is given.", "Pass MODEL, or --bringup.")

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 #: Of the mean log-probability distance, in nats: what other orders of sums leave after the layers.
+#: ``rounded``: plans whose recipe rounds activations to e4m3. A value beside the middle of two such
+#: numbers goes either way, a sixteenth of it, and few do: means of two runs differ by far more.
 FLOORS: Mapping[str, float] = MappingProxyType(
-    {"float64": 1e-12, "float32": 1e-6, "float16": 2e-4, "bfloat16": 2e-3}
+    {"float64": 1e-12, "float32": 1e-6, "float16": 2e-4, "bfloat16": 2e-3, "rounded": 2e-2}
 )
 #: How near two router scores may be to count as tied.
 NEAR: Mapping[str, float] = MappingProxyType(
-    {"float64": 1e-9, "float32": 3e-5, "float16": 1e-2, "bfloat16": 6e-2}
+    {"float64": 1e-9, "float32": 3e-5, "float16": 1e-2, "bfloat16": 6e-2, "rounded": 6e-2}
 )
 FACTOR = 1.25
 WORST_FACTOR = 4.0
@@ -56,9 +58,12 @@ def disagreements(logits: Tensor, reference: Tensor, tie: float) -> tuple[int, i
     return len(differ), int((gap <= tie).sum())
 
 
-def tolerances(recipe: Distance, dtype: str) -> Distance:
-    """What a candidate may have, given the recipe's own distance. KL goes with its square."""
-    floor = FLOORS[dtype]
+def tolerances(recipe: Distance, grade: str) -> Distance:
+    """What a candidate may have, given the recipe's own distance. KL goes with its square.
+
+    `grade`: the plan's type, or ``rounded``.
+    """
+    floor = FLOORS[grade]
     mean = max(FACTOR * recipe.mean, floor)
     return Distance(
         mean,

@@ -16,9 +16,9 @@ import torch
 
 from metainfer.core.step import Phase
 from metainfer.formats.blocks import FORMATS
-from metainfer.kernels.impl import Layout
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.table import Function
+from metainfer.models.arch import WeightSpec
 from metainfer.ops.case import DTYPES
 from metainfer.ops.catalog import op_cases
 from metainfer.ops.linear.packed import PackedWeight
@@ -117,19 +117,24 @@ def recipe_of(op: str, rounded: bool) -> Function:
 def rounding(subject: Subject, weights: Weights) -> Callable[[Call], bool]:
     """Whether the plan's layout keeps a call's weight as stored, so that its recipe rounds the
     activations too."""
-    bundle, registry = subject.plan.bundle, subject.machine.registry
-    schemes = subject.model.facts.scheme_of
-    layouts: dict[str, Layout] = {role: registry.layout(bundle[role]) for role in bundle}
 
     def rounds(call: Call) -> bool:
         if not call.weights or call.op not in getattr(op_cases(call.op), "ROUNDED", {}):
             return False
-        spec = weights.spec(call.weights[0])
-        layout = layouts[spec.role]
-        kept = layout.nbytes is not None and call.op not in layout.decoded
-        return kept and schemes(spec.tensors[0]) in FORMATS
+        return _kept(subject, weights.spec(call.weights[0]), call.op)
 
     return rounds
+
+
+def rounds_any(subject: Subject, weights: Weights) -> bool:
+    """Whether the plan's recipe rounds any activation."""
+    return any(_kept(subject, spec, spec.site.partition(".")[0]) for spec in weights.specs())
+
+
+def _kept(subject: Subject, spec: WeightSpec, op: str) -> bool:
+    layout = subject.machine.registry.layout(subject.plan.bundle[spec.role])
+    stored = layout.nbytes is not None and op not in layout.decoded
+    return stored and subject.model.facts.scheme_of(spec.tensors[0]) in FORMATS
 
 
 @dataclass(slots=True)

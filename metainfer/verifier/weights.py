@@ -34,6 +34,10 @@ class Weights:
             self._by_site.setdefault(spec.site, []).append(spec)
         self._kept: OrderedDict[tuple[str, torch.dtype], PackedWeight] = OrderedDict()
 
+    def specs(self) -> list[WeightSpec]:
+        """All of them, site by site."""
+        return [spec for listed in self._by_site.values() for spec in listed]
+
     def spec(self, use: tuple[str, int]) -> WeightSpec:
         site, number = use
         return self._by_site[site][number]

@@ -36,15 +36,21 @@ def _reported(subject: Subject) -> Row:
         off, named = float("inf"), ("number of log-probabilities",)
     else:
         off = float((mine - expected).abs().max()) if len(mine) else 0.0
-        shifted = truth[1:].gather(1, following[:-1].unsqueeze(1)).squeeze(1)[: len(mine)]
         if off > REPORTED:
-            near = len(shifted) == len(mine) and float((mine - shifted).abs().max()) <= REPORTED
-            named = ("log-probabilities one row off",) if near else ("log-probabilities",)
+            late = truth[1:].gather(1, following[:-1].unsqueeze(1)).squeeze(1)[: len(mine)]
+            early = truth[:-1].gather(1, following[1:].unsqueeze(1)).squeeze(1)[: len(mine) - 1]
+            one_off = _mostly(mine[: len(late)], late) or _mostly(mine[1:], early)
+            named = ("log-probabilities one row off" if one_off else "log-probabilities",)
     return Row(
         check=CHECK, what="log-probabilities of the prompt", verdict=bounded(off, REPORTED),
         reference="log-softmax of the logits", candidate="as reported", error=off,
         tolerance=REPORTED, unit="nats", named=named,
     )  # fmt: skip
+
+
+def _mostly(mine: torch.Tensor, others: torch.Tensor) -> bool:
+    """Nearly all are equal: a shift leaves something over at a block's end."""
+    return bool(((mine - others).abs() <= REPORTED).double().mean() > 0.8)
 
 
 def _ends(subject: Subject) -> Iterator[Row]:

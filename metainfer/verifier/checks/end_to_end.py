@@ -29,6 +29,7 @@ from metainfer.verifier.reference import (
     reference_engine,
     reference_of,
     rounding,
+    rounds_any,
     swaps,
 )
 from metainfer.verifier.rows import FAILED, PASSED, Row, bounded, skipped
@@ -53,9 +54,11 @@ class _Run:
     recipe: Scored
     candidate: Scored
 
-    def rows(self, dtype: str) -> tuple[int, int]:
+    grade: str
+
+    def rows(self) -> tuple[int, int]:
         """How many rows count, and how many choices are wrong without a near tie."""
-        near = NEAR[dtype]
+        near = NEAR[self.grade]
         mine, wrong = flips(self.candidate, self.truth, near)
         theirs, _ = flips(self.recipe, self.truth, near)
         rows = min(mine, theirs)
@@ -95,19 +98,19 @@ def _runs(subject: Subject, weights: Weights) -> list[_Run]:
         rounded = Rounded(subject, weights, rounding(subject, weights))
         truths = [score(running, text, rounded) for text in listed]
     subject.say("  the recipe in the plan's type ...")
+    grade = "rounded" if rounds_any(subject, weights) else str(subject.plan.model.dtype)
     recipe = swaps(subject, weights, recipe_of)
     runs = []
     for text, truth in zip(listed, truths, strict=True):
         theirs = score(subject.main, text, recipe)
-        runs.append(_Run(text, truth, theirs, score(subject.main, text)))
+        runs.append(_Run(text, truth, theirs, score(subject.main, text), grade))
     return runs
 
 
 def _rows(subject: Subject, weights: Weights, run: _Run) -> Iterator[Row]:
-    dtype = subject.plan.model.dtype
-    rows, wrong = run.rows(dtype)
+    rows, wrong = run.rows()
     found, bar = run.distance(run.candidate, rows), run.distance(run.recipe, rows)
-    most = tolerances(bar, dtype)
+    most = tolerances(bar, run.grade)
     subject.tie = max(subject.tie, min(2 * most.worst, MOST_TIE))
     failed = found.mean > most.mean or found.worst > most.worst or found.kl > most.kl or wrong > 0
     named, where = _healed(subject, weights, run, most) if failed else ((), ())
@@ -148,12 +151,11 @@ def _healed(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(rules that are broken, places): the site whose reference heals, then the call."""
     subject.say(f"  {run.text.name} misses its bar; looking for the op that heals it ...")
-    dtype = subject.plan.model.dtype
 
     def near(sites: Sequence[str], calls: Sequence[int] | None = None) -> float:
         side = score(subject.main, run.text, swaps(subject, weights, reference_of, sites, calls))
-        again = _Run(run.text, run.truth, run.recipe, side)
-        rows, wrong = again.rows(dtype)
+        again = _Run(run.text, run.truth, run.recipe, side, run.grade)
+        rows, wrong = again.rows()
         found = again.distance(side, rows)
         return float("inf") if wrong else max(found.mean / most.mean, found.worst / most.worst)
 

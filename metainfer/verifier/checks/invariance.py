@@ -6,11 +6,16 @@ part at a near tie (class ``native``); whatever parts elsewhere is a fault.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
+from metainfer.kernels.table import Trace
 from metainfer.verifier.compare import Comparison, greedy
+from metainfer.verifier.probe import Tap
+from metainfer.verifier.reference import reference_of, swaps
 from metainfer.verifier.rows import FAILED, NOT_APPLICABLE, PASSED, Row
 from metainfer.verifier.subject import Answer, Running, Subject
+from metainfer.verifier.weights import Weights
 
 CHECK = "invariance"
 ALONE = "each request alone"
@@ -30,7 +35,7 @@ def alone(running: Running, listed: list[list[int]], tokens: int) -> list[Answer
     return [running.ask([prompt], greedy(tokens))[0] for prompt in listed]
 
 
-def check(subject: Subject) -> Iterator[Row]:
+def check(subject: Subject, weights: Weights) -> Iterator[Row]:
     subject.say("  neighbours, prefixes, reused pages ...")
     listed = prompts(subject)
     room = int(subject.plan.limits.max_context)
@@ -38,7 +43,7 @@ def check(subject: Subject) -> Iterator[Row]:
     expected = alone(subject.main, listed, tokens)
     yield _together(subject, listed, expected, tokens)
     yield from _prefixes(subject, listed, expected, tokens)
-    yield _reused(subject, listed, expected, tokens)
+    yield _reused(subject, weights, listed, tokens)
     yield _tight(subject, listed, expected, tokens)
 
 
@@ -72,7 +77,8 @@ def _prefixes(
     found = _compare(subject, again, expected[:2])
     hits = sum(answer.cached_tokens for answer in again)
     row = found.row(CHECK, "cached prefix", (ALONE, f"{hits} tokens found"), ("prefix hit",))
-    long_enough = len(listed[0]) > subject.plan.kv_groups[0].page_tokens
+    page = max(group.page_tokens for group in subject.plan.kv_groups)
+    long_enough = len(listed[0]) > page
     if not hits and not long_enough:
         row = Row(
             check=CHECK, what="cached prefix", verdict=NOT_APPLICABLE,
@@ -88,13 +94,33 @@ def _prefixes(
     )  # fmt: skip
 
 
-def _reused(subject: Subject, listed: list[list[int]], expected: list[Answer], tokens: int) -> Row:
+def _reused(subject: Subject, weights: Weights, listed: list[list[int]], tokens: int) -> Row:
     """Pages that others have filled before hold nothing of them: in an engine whose cache is hardly
     larger than one request, every page is used again."""
-    with subject.engine(**_small(subject, 1)) as running:
-        answers = alone(running, [*listed, *listed], tokens)
-    found = _compare(subject, answers, [*expected, *expected])
-    return found.row(CHECK, "reused pages", (ALONE, "a cache used over and over"), ("page reuse",))
+    first, second = _twice(subject, listed, tokens)
+    found = _compare(subject, second, first)
+    sides = ("fresh pages", "pages that others have filled")
+    if not found.faults or subject.plan.layouts[0].ranks > 1:
+        return found.row(CHECK, "reused pages", sides, ("page reuse",))
+    subject.say("  pages keep something; looking for the op that heals it ...")
+    trace: Trace = subject.main.probe
+    healing = []
+    for site in dict.fromkeys(site for _, site, _ in trace.calls if site != "sample"):
+        swap = swaps(subject, weights, reference_of, [site])
+        first, second = _twice(subject, listed, tokens, swap)
+        if not _compare(subject, second, first).faults:
+            healing.append(site)
+    names = ("page reuse", *(f"op {site}" for site in healing))
+    row = found.row(CHECK, "reused pages", sides, names)
+    return dataclasses.replace(row, where=tuple(healing))
+
+
+def _twice(
+    subject: Subject, listed: list[list[int]], tokens: int, *taps: Tap
+) -> tuple[list[Answer], list[Answer]]:
+    """All prompts one by one, and all once more, in an engine of its own."""
+    with subject.engine(**_small(subject, 1)) as running, running.probe.tapped(*taps):
+        return alone(running, listed, tokens), alone(running, listed, tokens)
 
 
 def _tight(subject: Subject, listed: list[list[int]], expected: list[Answer], tokens: int) -> Row:
@@ -122,7 +148,8 @@ def _bytes(subject: Subject, context: int, running: int) -> int:
     """Cache bytes for one and a half requests of `context` tokens, with every slot's state."""
     total = 0.0
     for group in subject.plan.kv_groups:
-        pages = -(-context // group.page_tokens)
-        total += (1.5 * pages + 2 + running) * group.page_bytes
+        if group.page_tokens:
+            pages = -(-context // group.page_tokens)
+            total += (1.5 * pages + 2 + running) * group.page_bytes
         total += (running + 1) * group.slot_bytes + group.snapshots * group.snapshot_bytes
     return int(total)

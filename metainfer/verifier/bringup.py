@@ -1,0 +1,251 @@
+"""``verify --bringup``: a card nobody has seen. Every kernel that could run on it is tried.
+
+A kernel of which it is only known that it compiles, or nothing at all, goes through its op's cases
+in a child process, under a time limit: one that crashes or hangs is a row, and the next child goes
+on behind it. What passes is unlocked, as at a first start; what fails is not chosen again. The
+report is one file that its owner can send back: the card, the software, the outcomes. It names no
+host, user, path or serial number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from metainfer import __version__
+from metainfer.core.digest import to_plain
+from metainfer.core.env import cache_dir
+from metainfer.core.errors import UserError
+from metainfer.core.intent import Intent
+from metainfer.core.step import Phase
+from metainfer.engine.machine import Machine, open_machine
+from metainfer.kernels.evidence import Qualification, evidence_for
+from metainfer.kernels.impl import Context, Evidence, Impl, OpRequest
+from metainfer.kernels.select import objections
+from metainfer.ops.case import Case
+from metainfer.ops.catalog import op_cases
+from metainfer.platform.facts import CPU
+from metainfer.platform.software import versions
+from metainfer.verifier.subject import Say
+from metainfer.workers.process import Child, spawn_python
+
+CHILD = "metainfer.verifier.bringup_child"
+START_S = 120.0
+"""Until a child has imported what it needs."""
+
+#: What is told of a card. Not its serial number, its place or what is free on it.
+CARD = (
+    "kind", "name", "vendor", "capability", "units", "memory_bytes", "shared_bytes_per_block",
+    "warp", "dot_types", "storage_types", "features",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`outcome`: passed, failed, crashed, hung, refused, known. `evidence`: before."""
+
+    impl: str
+    outcome: str
+    evidence: str
+    reasons: tuple[str, ...] = ()
+    seconds: float | None = None
+
+
+def bring_up(
+    intent: Intent, target: Path, say: Say, *, time_limit_s: float, child: str = CHILD
+) -> dict[str, Any]:
+    """Try everything, write the report to `target` (JSON) and beside it (text); returns it.
+
+    Raises:
+        UserError: the platform cannot run, or the file cannot be written.
+    """
+    machine = open_machine(intent.platform)
+    device = machine.facts.device
+    dtype = intent.dtype or ("float32" if device.kind == CPU else "bfloat16")
+    machine.recall(dtype)
+    before = evidence_for(machine.facts, tuple(machine.qualified.values()))
+    untried: list[Impl] = []
+    rows: list[Outcome] = []
+    for impl in machine.registry.impls():
+        known = before.get(impl.id, Evidence.NONE)
+        refused = objections_of(impl, dtype, machine)
+        if impl.provider == "reference":
+            continue
+        if refused:
+            rows.append(Outcome(impl.id, "refused", known.value, refused))
+        elif known is Evidence.THIS_CARD:
+            rows.append(Outcome(impl.id, "known", known.value))
+        else:
+            untried.append(impl)
+    say(f"{len(untried)} kernels to try in {dtype} on {device.name}")
+    tried = _try_all(untried, machine, dtype, say, time_limit_s, child)
+    levels = {impl.id: before.get(impl.id, Evidence.NONE).value for impl in untried}
+    rows += [
+        Outcome(o.impl, o.outcome, levels[o.impl], tuple(map(_clean, o.reasons)), o.seconds)
+        for o in tried
+    ]
+    document = _document(machine, dtype, sorted(rows, key=lambda row: row.impl), time_limit_s)
+    _write(target, json.dumps(document, indent=1) + "\n")
+    _write(target.with_suffix(".txt"), str(document["text"]) + "\n")
+    return document
+
+
+def objections_of(impl: Impl, dtype: str, machine: Machine) -> tuple[str, ...]:
+    """Why no case of its op can run here; empty when one can."""
+    said: dict[str, None] = {}
+    cases: list[Case] = op_cases(impl.op).CASES[impl.op](0)
+    for case in cases:
+        for phase in Phase:
+            if phase in case.phases and phase in impl.phases:
+                request = OpRequest(
+                    case.op, case.op, phase, dtype, case.shape, case.semantics, case.schemes
+                )
+                verdict = objections(impl, Context(request, machine.facts, impl.requires_layout))
+                if verdict.accepted:
+                    return ()
+                said.update(dict.fromkeys(reason.message for reason in verdict.reasons))
+    return tuple(said)[:6] or (f"no case of {impl.op}",)
+
+
+def _try_all(
+    impls: Sequence[Impl],
+    machine: Machine,
+    dtype: str,
+    say: Say,
+    time_limit_s: float,
+    child: str,
+) -> list[Outcome]:
+    """One outcome each, in order. A child that dies costs the kernel it was at."""
+    left, found = {impl.id: impl for impl in impls}, []
+    while left:
+        before = len(left)
+        for outcome in _one_child(list(left), machine.platform.name, dtype, time_limit_s, child):
+            say(f"  {outcome.impl:<28} {outcome.outcome}")
+            impl = left.pop(outcome.impl)
+            found.append(outcome)
+            if outcome.outcome in ("crashed", "hung"):
+                verdict = Qualification(impl.id, False, outcome.reasons)
+                machine.keep(impl, dtype, verdict)
+        if len(left) == before:  # the child did not even begin
+            key = next(iter(left))
+            left.pop(key)
+            found.append(Outcome(key, "crashed", "", ("the test process does not start",)))
+    return found
+
+
+def _one_child(
+    ids: Sequence[str], platform: str, dtype: str, time_limit_s: float, module: str
+) -> list[Outcome]:
+    """Outcomes of the first of `ids`, up to the one at which the child ended."""
+    reading, writing = os.pipe()
+    arguments = [str(writing), platform, dtype, *ids]
+    try:
+        child = spawn_python(module, arguments, name="bring-up", pass_fds=(writing,))
+    finally:
+        os.close(writing)
+    found: list[Outcome] = []
+    current, limit = "", START_S
+    with open(reading, "rb", buffering=0) as pipe, child:
+        lines = _Lines(pipe.fileno())
+        while (line := lines.read(limit)) is not None:
+            body = json.loads(line)
+            if "begin" in body:
+                current, limit = body["begin"], time_limit_s
+                continue
+            outcome = "passed" if body["passed"] else "failed"
+            reasons, seconds = tuple(body["reasons"]), body["seconds"]
+            found.append(Outcome(body["impl"], outcome, "", reasons, seconds))
+            current, limit = "", START_S
+        if current and lines.ended:
+            found.append(Outcome(current, "crashed", "", (_end(child),)))
+        elif current:
+            why = f"no answer within {time_limit_s:g} s"
+            found.append(Outcome(current, "hung", "", (why,)))
+            child.terminate(0.0)
+    return found
+
+
+def _end(child: Child) -> str:
+    child.wait(10.0)
+    return child.describe_exit()
+
+
+class _Lines:
+    """Lines from a descriptor, each with a limit in time."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._held = descriptor, b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(descriptor, selectors.EVENT_READ)
+        self.ended = False
+
+    def read(self, timeout_s: float) -> bytes | None:
+        """The next line; None at the end (`ended`) or when time is over."""
+        ends = time.monotonic() + timeout_s
+        while b"\n" not in self._held:
+            rest = ends - time.monotonic()
+            if rest <= 0 or not self._selector.select(rest):
+                return None
+            piece = os.read(self._descriptor, 65_536)
+            if not piece:
+                self.ended = True
+                return None
+            self._held += piece
+        line, _, self._held = self._held.partition(b"\n")
+        return line
+
+
+def _document(
+    machine: Machine, dtype: str, rows: Sequence[Outcome], time_limit_s: float
+) -> dict[str, Any]:
+    card = machine.facts.device
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.outcome] = counts.get(row.outcome, 0) + 1
+    unlocked = [row.impl for row in rows if row.outcome == "passed"]
+    failed = [row for row in rows if row.outcome in ("failed", "crashed", "hung")]
+    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    lines = [f"bring-up of {card.name} ({dtype}), metainfer {__version__}: {told or 'nothing'}"]
+    lines += [f"  unlocked: {key}" for key in unlocked]
+    lines += [f"  {row.outcome}: {row.impl}: {'; '.join(row.reasons[:2])}" for row in failed]
+    return {
+        "report": "metainfer bring-up",
+        "version": __version__,
+        "platform": machine.platform.name,
+        "card": {name: to_plain(getattr(card, name)) for name in CARD},
+        "software": versions(),
+        "dtype": dtype,
+        "time_limit_s": time_limit_s,
+        "kernels": [to_plain(row) for row in rows],
+        "unlocked": unlocked,
+        "failed": [row.impl for row in failed],
+        "text": "\n".join(lines),
+    }
+
+
+def _clean(text: str) -> str:
+    """Without folders of this user."""
+    for folder in (str(cache_dir()), str(Path.cwd()), str(Path.home())):
+        if len(folder) > 1:
+            text = text.replace(folder, "~")
+    return text
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.closing(path.open("w", encoding="utf-8")) as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(
+            f"the report cannot be written to {path}: {error.strerror}.",
+            "Pass another file with --report.",
+            code="not_writable",
+        ) from error

@@ -1,0 +1,1 @@
+"""Implementations with one fault each; `faults.py`."""
