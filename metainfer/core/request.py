@@ -46,8 +46,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     `logprobs` asks for the chosen token's log-probability plus that many alternatives
     (0 = only the chosen); None asks for nothing. `prompt_logprobs` likewise for the prompt.
     Penalties follow OpenAI (presence, frequency, over generated tokens) and Hugging Face
-    (repetition, over prompt and generated tokens). Under a `grammar`, `min_tokens` does not hold an
-    end back where nothing else may be drawn.
+    (repetition, over prompt and generated tokens). `allowed_token_ids`: only these are drawn,
+    if there are any; the end only if it is one of them. `bad_words`: runs of ids that the
+    answer must not hold: the last of a run is not drawn behind the others. Under a `grammar`,
+    `min_tokens` does not hold an end back where nothing else may be drawn.
     """
 
     temperature: float = 1.0
@@ -65,6 +67,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: GrammarSpec | None = None
 
     @property
@@ -95,8 +99,15 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         for token, bias in self.logit_bias.items():
             _bounded("logit_bias", token, 0, vocab_size - 1)
             _bounded("logit_bias", bias, -100.0, 100.0)
-        for token in self.stop_token_ids:
-            _bounded("stop_token_ids", token, 0, vocab_size - 1)
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids),
+            *(("bad_words", word) for word in self.bad_words),
+        ):
+            for token in ids:
+                _bounded(name, token, 0, vocab_size - 1)
+        if not all(self.bad_words):
+            raise RequestError("bad_words holds an empty word.", param="bad_words")
 
 
 def _bounded(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

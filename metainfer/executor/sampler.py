@@ -96,7 +96,8 @@ def finish_runs(
             continue
         flagged = any(bad[span.start : span.start + len(kept)])
         if flagged and _nothing_allowed(rows[span][: len(kept)]):
-            results.append(RunResult(run.slot, error="its grammar leaves no token"))
+            whose = "its grammar leaves" if state.grammar is not None else "its own bounds leave"
+            results.append(RunResult(run.slot, error=f"{whose} no token"))
             continue
         if guard and (flagged or any(math.isnan(entry.logprob) for entry in prompt[number])):
             results.append(broken(run.slot))
@@ -119,11 +120,14 @@ def broken(slot: int) -> RunResult:
 
 
 def _nothing_allowed(rows: Sequence[_Row]) -> bool:
-    """Whether a grammar, not the model, is why one of these rows has nothing to draw."""
-    return any(
-        row.state.grammar is not None and not row.state.grammar.allowed(row.ahead).any()
-        for row in rows
-    )
+    """Whether the request itself, not the model, leaves one of these rows nothing to draw."""
+    for row in rows:
+        mask = _mask(row)
+        left = np.ones(row.state.vocab, np.bool_) if mask is None else mask.copy()
+        left[_forbidden(row, mask)] = False
+        if not left.any():
+            return True
+    return False
 
 
 def gather(rows: Sequence[_Row], device: torch.device) -> SampleInputs:
@@ -170,8 +174,7 @@ def _edits(
     bans = [
         (r, token)
         for r, row in enumerate(rows)
-        if row.generated < row.state.params.min_tokens
-        for token in _banned(row, None if masks is None else masks[r])
+        for token in _forbidden(row, None if masks is None else masks[r])
     ]
 
     def column(values: Sequence[float], dtype: type[np.generic] = np.int64) -> Tensor | None:
@@ -186,8 +189,21 @@ def _edits(
     }
 
 
-def _banned(row: _Row, mask: npt.NDArray[np.bool_] | None) -> tuple[int, ...]:
-    """The ends and stops that a row below `min_tokens` may not draw."""
+def _forbidden(row: _Row, mask: npt.NDArray[np.bool_] | None) -> list[int]:
+    """Ids that a row may not draw now: ends below `min_tokens`, what would complete a bad word."""
+    params = row.state.params
+    early = row.generated < params.min_tokens
+    found = list(_ends(row, mask)) if early else []
+    if params.bad_words:
+        said = [*row.state.tokens[row.state.prompt_len :], *row.ahead]
+        for *head, last in params.bad_words:
+            if said[len(said) - len(head) :] == head:
+                found.append(last)
+    return found
+
+
+def _ends(row: _Row, mask: npt.NDArray[np.bool_] | None) -> tuple[int, ...]:
+    """The ends and stops, which a row below `min_tokens` may not draw."""
     ends = (*row.state.eos_token_ids, *row.state.params.stop_token_ids)
     if mask is not None and row.state.grammar is not None:
         rest = mask.copy()
@@ -215,14 +231,27 @@ def _histories(rows: Sequence[_Row], device: torch.device) -> dict[str, Tensor]:
 
 
 def _masks(rows: Sequence[_Row]) -> npt.NDArray[np.bool_] | None:
-    """bool [R, V], the grammars' masks, every id for a row that has none; None where none has."""
-    if all(row.state.grammar is None for row in rows):
+    """bool [R, V], what grammars and requests allow, every id for a row without either; None where
+    no row has one."""
+    own = [_mask(row) for row in rows]
+    if all(mask is None for mask in own):
         return None
     masks = np.ones((len(rows), rows[0].state.vocab), np.bool_)
-    for mask, row in zip(masks, rows, strict=True):
-        if row.state.grammar is not None:
-            mask[:] = row.state.grammar.allowed(row.ahead)
+    for row, mask in zip(masks, own, strict=True):
+        if mask is not None:
+            row[:] = mask
     return masks
+
+
+def _mask(row: _Row) -> npt.NDArray[np.bool_] | None:
+    """bool [V], what the row's grammar and its `allowed_token_ids` both allow; None for any id."""
+    state = row.state
+    mask = None if state.grammar is None else state.grammar.allowed(row.ahead)
+    if state.params.allowed_token_ids:
+        wanted = np.zeros(state.vocab, np.bool_)
+        wanted[list(state.params.allowed_token_ids)] = True
+        mask = wanted if mask is None else mask & wanted
+    return mask
 
 
 def _to_host(output: SampleOutput) -> SampleOutput:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from metainfer.core.errors import RequestError
-from metainfer.server.schemas import IGNORED, MESSAGE_UNSUPPORTED, UNSUPPORTED, Message
+from metainfer.server.schemas import IGNORED, INSTEAD, MESSAGE_UNSUPPORTED, UNSUPPORTED, Message
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -140,7 +140,7 @@ def supported(
         elif not _is_one_of(item, unsupported[name]):
             raise RequestError(
                 f"{where}{name} is not supported.",
-                "Leave it out.",
+                INSTEAD.get(name, "Leave it out."),
                 param=where + name,
                 code="unsupported_parameter",
             )

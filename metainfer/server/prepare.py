@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeVar, cast
 
+import msgspec
+
 from metainfer.core.errors import RequestError
 from metainfer.core.request import GrammarSpec, Request, SamplingParams
 from metainfer.engine.model_text import TextTools
@@ -283,10 +285,12 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
             )
         job.usage_at_end = bool(body.stream_options.include_usage)
         job.usage_always = bool(body.stream_options.continuous_usage_stats)
+    words = _bad_words(body, text)
     limits = [_max_tokens(prompt, asked, info) for prompt in asked.prompts]
     state.config.bounds.check_total(n * sum(limits))
     for place, (prompt, limit) in enumerate(zip(asked.prompts, limits, strict=True)):
         params = sampling_params(body, limit, asked.logprobs, asked.prompt_logprobs, asked.grammar)
+        params = msgspec.structs.replace(params, bad_words=words)
         params.check(info.vocab_size)
         request = Request(
             request_id=f"{job.id}-{place}",
@@ -306,6 +310,13 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
                 )
             job.choices.append(Choice(len(job.choices), place, engine_request, stream))
     return job
+
+
+def _bad_words(body: Sampling, text: TextTools) -> tuple[tuple[int, ...], ...]:
+    """The ids of each word as the tokenizer writes it, at a text's beginning and within one."""
+    encode = text.tokenizer.encode_literal
+    spelled = [s for word in body.bad_words or () for s in (word, f" {word.lstrip()}")]
+    return tuple(dict.fromkeys(ids for word in spelled if (ids := tuple(encode(word)))))
 
 
 def _max_tokens(prompt: tuple[int, ...], asked: _Asked, info: EngineInfo) -> int:
@@ -373,5 +384,6 @@ def sampling_params(
         min_tokens=body.min_tokens or 0,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
         grammar=grammar,
     )

@@ -90,6 +90,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
+    bad_words: Annotated[list[Stop], Meta(max_length=128)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Salt | None = None
 
@@ -226,6 +228,55 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "suffix": (None, ""),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
+    # of other engines' servers
+    "add_special_tokens": (None, False),
+    "cache_prompt": (None, True),
+    "chat_template": (None,),
+    "custom_logit_processor": (None,),
+    "documents": _ABSENT,
+    "ebnf": (None,),
+    "echo": (None, False),
+    "grammar": (None, ""),
+    "include_reasoning": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "kv_transfer_params": (None,),
+    "length_penalty": (None, 1, 1.0),
+    "logits_processors": _ABSENT,
+    "logprob_token_ids": _ABSENT,
+    "lora_path": (None,),
+    "min_new_tokens": (None, 0),
+    "mirostat": (None, 0),
+    "mm_processor_kwargs": _ABSENT,
+    "no_stop_trim": (None, False),
+    "regex": (None,),
+    "repeat_penalty": (None, 1, 1.0),
+    "repetition_detection": (None,),
+    "request_id": (None,),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "separate_reasoning": (None, True),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "stop_regex": _ABSENT,
+    "thinking_token_budget": (None,),
+    "timeout": (None,),
+    "truncate_prompt_tokens": (None,),
+    "typical_p": (None, 1, 1.0),
+    "use_beam_search": (None, False),
+}
+
+#: what to use instead of an unsupported field
+INSTEAD = {
+    "documents": "Put them into the messages.",
+    "grammar": "Use structured_outputs.regex or a JSON schema.",
+    "ebnf": "Use structured_outputs.regex or a JSON schema.",
+    "lora_path": "Name the adapter as model.",
+    "min_new_tokens": "Use min_tokens.",
+    "regex": "Use structured_outputs.regex.",
+    "repeat_penalty": "Use repetition_penalty.",
+    "request_id": "Send the header X-Request-Id.",
+    "timeout": "Send the header X-Request-Timeout.",
+    "prompt_logprobs": "Use /v1/completions with echo and logprobs.",
 }
 
 #: hints that change no answer
@@ -234,6 +285,7 @@ IGNORED = (
     "prompt_cache_retention",
     "prompt_cache_options",
     "safety_identifier",
+    "session_id",
 )
 
 #: message field -> neutral values; clients send back whole message objects
