@@ -9,7 +9,8 @@ const provider = createOpenAICompatible({
   supportsStructuredOutputs: true,
 });
 const model = provider("fake");
-const schema = jsonSchema({ type: "object", properties: { city: { type: "string" } }, required: ["city"] });
+const properties = { city: { type: "string" } };
+const schema = jsonSchema({ type: "object", properties, required: ["city"] });
 
 const { text, usage } = await generateText({ model, prompt: "play:text;", maxRetries: 0 });
 assert.equal(text, "It rains.");
@@ -27,8 +28,9 @@ const weather = tool({
   execute: async ({ city }) => (cities.push(city), "play:text;"),
 });
 for (const run of [generateText, streamText]) {
-  const given = { model, prompt: "play:call;", tools: { weather }, stopWhen: stepCountIs(2), maxRetries: 0 };
-  const result = await run(given);
+  const result = await run({
+    model, prompt: "play:call;", tools: { weather }, stopWhen: stepCountIs(2), maxRetries: 0,
+  });
   const steps = await result.steps;
   assert.equal(steps[0].reasoningText, "I must look.");
   assert.equal(steps[0].finishReason, "tool-calls");
@@ -43,6 +45,7 @@ assert.equal(output.city, "Łódź");
 
 await assert.rejects(
   generateText({ model: provider("other"), prompt: "x", maxRetries: 0 }),
-  (error) => APICallError.isInstance(error) && error.statusCode === 404 && /not served/.test(error.message),
+  (error) =>
+    APICallError.isInstance(error) && error.statusCode === 404 && /not served/.test(error.message),
 );
 console.log("ok");

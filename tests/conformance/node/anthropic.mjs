@@ -5,7 +5,8 @@ import Anthropic from "@anthropic-ai/sdk";
 const client = new Anthropic({ baseURL: process.env.CHECK_URL, apiKey: "any", maxRetries: 0 });
 const base = { model: "fake", max_tokens: 300 };
 const user = (content) => ({ role: "user", content });
-const tools = [{ name: "weather", input_schema: { type: "object", properties: { city: { type: "string" } } } }];
+const input_schema = { type: "object", properties: { city: { type: "string" } } };
+const tools = [{ name: "weather", input_schema }];
 const thinking = { type: "enabled", budget_tokens: 1024 };
 
 const message = await client.messages.create({ ...base, messages: [user("play:text;")] });
@@ -34,16 +35,21 @@ const again = await client.messages.create({
 });
 assert.equal(again.content[0].text, "It rains.");
 
-const counted = await client.messages.countTokens({ model: "fake", messages: [user("play:text;")] });
-assert.equal(counted.input_tokens, message.usage.input_tokens + message.usage.cache_read_input_tokens);
+const counted = await client.messages.countTokens({
+  model: "fake", messages: [user("play:text;")],
+});
+const { input_tokens, cache_read_input_tokens } = message.usage;
+assert.equal(counted.input_tokens, input_tokens + cache_read_input_tokens);
 
 await assert.rejects(
   client.messages.create({ ...base, model: "other", messages: [user("x")] }),
-  (error) => error instanceof Anthropic.NotFoundError && error.error.error.type === "not_found_error",
+  (error) =>
+    error instanceof Anthropic.NotFoundError && error.error.error.type === "not_found_error",
 );
 const image = { type: "image", source: { type: "url", url: "x" } };
 await assert.rejects(
   client.messages.create({ ...base, messages: [user([image])] }),
-  (error) => error instanceof Anthropic.BadRequestError && /'image' is not supported/.test(error.message),
+  (error) =>
+    error instanceof Anthropic.BadRequestError && /'image' is not supported/.test(error.message),
 );
 console.log("ok");
