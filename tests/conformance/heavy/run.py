@@ -147,10 +147,13 @@ def _commit() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tool", nargs="*", choices=[*tools(), []], help="default: all, in turn")
+    known = ", ".join(tools())
+    parser.add_argument("tool", nargs="*", help=f"{known}; without one: all, in turn")
     parser.add_argument("--venv", type=Path, help="an environment to use, made if it is missing")
     options = parser.parse_args()
     wanted = options.tool or list(tools())
+    if unknown := [tool for tool in wanted if tool not in tools()]:
+        parser.error(f"there is no tool {unknown[0]!r}, there are {known}")
     if options.venv is not None and len(wanted) != 1:
         parser.error("--venv goes with one TOOL: tools do not share an environment")
     if shutil.which("git") is None:
