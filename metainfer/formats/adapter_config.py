@@ -17,6 +17,7 @@ from metainfer.core.verdict import Reason
 CONFIG_NAME = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 MOST_RANK = 4096
+MOST_ALPHA = 1e6
 
 _EMPTY: tuple[object, ...] = (None, False, "", "none", [], {})
 
@@ -96,9 +97,9 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def _in_layers(self, module: str) -> bool:
-        heads = [rf"(?:^|.*?\.){each}" for each in self.layers_pattern] or [r".*?\.[^.]*"]
+        heads = [_in_list(each) for each in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
         for head in heads:
-            found = re.match(rf"{head}\.(\d+)\.", module)
+            found = re.match(head, module)
             if found:
                 return int(found[1]) in (self.layers or ())
         return False
@@ -113,9 +114,18 @@ def _names(targets: tuple[str, ...] | str, module: str) -> bool:
 def _pattern(patterns: Mapping[str, object], module: str) -> str:
     """The first pattern that matches the whole module name, or its end after a dot."""
     for pattern in patterns:
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if re.match(_at_end(pattern), module):
             return pattern
     return module
+
+
+def _at_end(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
+def _in_list(name: str) -> str:
+    """A layer's number, after the name of the list that it stands in."""
+    return rf"(?:^|.*?\.){name}\.(\d+)\."
 
 
 def read_adapter_config(body: Mapping[str, object]) -> tuple[AdapterConfig | None, list[Reason]]:
@@ -141,7 +151,7 @@ def read_adapter_config(body: Mapping[str, object]) -> tuple[AdapterConfig | Non
     config = AdapterConfig(
         base=str(body.get("base_model_name_or_path") or ""),
         rank=fields.number("r", 8, _is_rank, f"a whole number from 1 to {MOST_RANK}"),
-        alpha=fields.number("lora_alpha", 8, _is_scale, "a finite number"),
+        alpha=fields.number("lora_alpha", 8, _is_scale, f"a number up to {MOST_ALPHA:g}"),
         rslora=body.get("use_rslora") is True,
         targets=fields.modules("target_modules", wanted=True),
         excluded=fields.modules("exclude_modules"),
@@ -165,7 +175,7 @@ def _is_rank(value: object) -> bool:
 
 def _is_scale(value: object) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value)  # type: ignore[arg-type]
+    return number and -MOST_ALPHA <= value <= MOST_ALPHA  # type: ignore[operator]
 
 
 class _Fields:
@@ -209,7 +219,7 @@ class _Fields:
         if value in (None, "", [""]):
             return ()
         if isinstance(value, list) and all(isinstance(each, str) for each in value):
-            return tuple(each for each in value if self._compiles("layers_pattern", each))
+            return tuple(each for each in value if self._compiles("layers_pattern", _in_list(each)))
         self._wrong("layers_pattern", value, "names of layer lists")
         return ()
 
@@ -221,7 +231,7 @@ class _Fields:
         for pattern, number in value.items():
             if not good(number):
                 self._wrong(f"{key} of {pattern!r}", number, "a number in range")
-            self._compiles(key, pattern)
+            self._compiles(key, _at_end(pattern))
         return dict(value)
 
     def _compiles(self, key: str, expression: str) -> bool:

@@ -70,4 +70,4 @@ def _product(x: Tensor, a: Tensor) -> Tensor:
     """``x aᵀ`` wide, without widening the factors where the library keeps its float32 sums."""
     if x.is_cuda and x.dtype in _HALVES and x.shape[0]:
         return torch.mm(x, a.T, out_dtype=torch.float32)
-    return wide(F.linear(x, a))
+    return F.linear(wide(x), wide(a))
