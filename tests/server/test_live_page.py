@@ -185,7 +185,7 @@ def test_status_counts_and_remembers() -> None:
         def sampled() -> bool:
             return bool(call(running.port, "GET", "/page/status").json["history"])
 
-        assert eventually(sampled)
+        assert eventually(sampled, 60)
         now = call(running.port, "GET", "/page/status").json
         assert now["status"] == "ready" and now["alarms"] == []
         assert now["latency"]["first_token"]["count"] == now["latency"]["queue"]["count"] == 3
@@ -196,7 +196,7 @@ def test_status_counts_and_remembers() -> None:
         assert now["ops"] == {"native": 1, "compatible": 0, "reference": 0}
         last = now["history"][-1]["t"]
         later = call(running.port, "GET", f"/page/status?since={last}").json["history"]
-        assert all(sample["t"] > last for sample in later) and len(later) <= 1 + len(now["history"])
+        assert all(sample["t"] > last for sample in later)
 
 
 @pytest.mark.parametrize("since", ["x", "", "1e", "[]"])
@@ -276,7 +276,7 @@ def test_unknown_stays_unknown() -> None:
 def test_a_start_that_takes_long_is_not_silent() -> None:
     with fake_server(engine=["--hang-at-start"], ready=False) as running:
         where = (running.port, "GET", "/page/status")
-        assert eventually(lambda: call(*where).json["phase"] == "weights")
+        assert eventually(lambda: call(*where).json["phase"] == "weights", 60)
         now = call(*where).json
         assert (now["status"], now["start_phases"]) == ("starting", [])
     client = SimpleNamespace(

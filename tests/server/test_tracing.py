@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,10 @@ def spans_of(running: Running, result: str) -> float:
     return float(next(line for line in page.splitlines() if line.startswith(start))[len(start) :])
 
 
+def counted(traces: Traces, result: str, count: int) -> bool:
+    return traces.counts()[result] == count
+
+
 def test_what_a_span_tells_and_what_it_does_not() -> None:
     with collecting() as collector, fake_server(["--otlp", collector.url]) as running:
         before = time.time_ns()
@@ -114,8 +119,8 @@ def test_what_a_span_tells_and_what_it_does_not() -> None:
         assert call(running.port, "POST", "/v1/completions", legacy).status == 500
         assert chat(running.port, chat_body("x"), traceparent=f"00-{TRACE}-{PARENT}-00") == 200
         assert chat(running.port, chat_body("x", max_tokens=3), traceparent="00-junk") == 200
-        assert eventually(lambda: len(collector.spans()) >= 3)
-        assert eventually(lambda: spans_of(running, "exported") == 3)  # one asked not to be
+        assert eventually(lambda: len(collector.spans()) >= 3, 60)
+        assert eventually(lambda: spans_of(running, "exported") == 3, 60)  # one asked not to be
         assert running.stop() == 0
     assert collector.paths == {"/v1/traces"}
     spans = {span.name: span for span in collector.spans() if span.parent_span_id}
@@ -165,18 +170,18 @@ def test_what_a_span_tells_and_what_it_does_not() -> None:
 def test_a_collector_that_is_down_costs_one_warning_and_is_counted(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracing, "EXPORT_S", 1.0)
+    monkeypatch.setattr(tracing, "EXPORT_S", 30.0)
     monkeypatch.setattr(tracing, "DELAY_S", 0.05)
     with collecting() as collector, caplog.at_level(logging.WARNING):
         collector.status = 400
         traces = Traces(collector.url, "m")
         for lost in (1, 2, 3):
             traces.request(job(), "finished")
-            assert eventually(lambda lost=lost: traces.counts()["lost"] == lost)  # type: ignore[misc]
+            assert eventually(partial(counted, traces, "lost", lost), 60)
         collector.status = 200
         traces.request(job(), "finished")
-        assert eventually(lambda: traces.counts()["exported"] == 1)
-        traces.close()
+        assert eventually(partial(counted, traces, "exported", 1), 60)
+        traces.close(60)
     assert traces.counts() == {"exported": 1, "lost": 3, "dropped": 0}
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
@@ -224,6 +229,7 @@ def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "MOST_OPEN", 10)
     monkeypatch.setattr(tracing, "DELAY_S", 60.0)
     monkeypatch.setattr(tracing, "BATCH", 10)
+    monkeypatch.setattr(tracing, "EXPORT_S", 60.0)
     with collecting() as collector:
         collector.open.clear()
         traces = Traces(collector.url, "m")
@@ -231,7 +237,7 @@ def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             traces.request(job(), "finished")
         assert traces.counts() == {"exported": 0, "lost": 0, "dropped": 15}
         collector.open.set()
-        traces.close()
+        traces.close(60)
         assert traces.counts() == {"exported": 10, "lost": 0, "dropped": 15}
         assert len(collector.spans()) == 10
 
@@ -246,7 +252,7 @@ def test_a_parent_that_is_not_sampled_takes_no_place(monkeypatch: pytest.MonkeyP
             traces.request(job(), "finished")
         incoming.reset(token)
         traces.request(job(), "cancelled")
-        traces.close()
+        traces.close(60)
         (span,) = collector.spans()
     assert attributes(span)["metainfer.outcome"] == "cancelled" and span.status.code == 0
     assert traces.counts() == {"exported": 1, "lost": 0, "dropped": 0}
