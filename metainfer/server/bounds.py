@@ -226,11 +226,14 @@ class Bounds(Mapping[str, int]):
     def narrow(self, properties: Mapping[str, Any]) -> None:
         """Write the bounds into the properties of a body's JSON schema."""
         for bound in BOUNDS:
-            if bound.keyword and bound.field in properties:
-                for option in _options(properties[bound.field], bound):
-                    option[bound.keyword] = self._values[bound.name]
+            for field in (bound.field, _ELSEWHERE.get(bound.field, bound.field)):
+                if bound.keyword and field in properties:
+                    for option in _options(properties[field], bound):
+                        option[bound.keyword] = self._values[bound.name]
 
 
+#: what dialects call a field of the chat request
+_ELSEWHERE = {"messages": "input", "stop": "stop_sequences"}
 _TYPES = {
     "maxItems": "array",
     "maxLength": "string",

@@ -170,9 +170,6 @@ def _narrow(schemas: dict[str, Any], state: ServerState) -> None:
     for kind in _BODIES.values():
         properties = schemas[kind.__name__]["properties"]
         state.config.bounds.narrow(properties)
-        for field, core in (("input", "messages"), ("stop_sequences", "stop")):
-            if field in properties:
-                state.config.bounds.narrow({core: properties[field]})
         named = {"type": "string", "enum": names}
         optional = "anyOf" in properties["model"]
         properties["model"] = {"anyOf": [named, {"type": "null"}]} if optional else named

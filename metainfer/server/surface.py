@@ -8,13 +8,16 @@ A test compares the file with this.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from metainfer.server.access import LEVELS
 from metainfer.server.bounds import BOUNDS, Bounds
+from metainfer.server.dialects import messages_body, responses_body
+from metainfer.server.dialects.messages_body import MessagesRequest
+from metainfer.server.dialects.responses_body import ResponsesRequest
 from metainfer.server.openapi import _REASONS
 from metainfer.server.schemas import (
     IGNORED,
@@ -42,12 +45,18 @@ like a setting that took effect.
 | `Content-Type: application/json` | needed on every body |
 """
 
+_DIALECTS = (
+    ("/v1/responses", ResponsesRequest, responses_body.RULES),
+    ("/v1/messages", MessagesRequest, messages_body.RULES),
+)
 _TYPES = (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest))
 
 
 def text() -> str:
     """The whole page."""
-    parts = [_HEAD, *_routes(), *_honoured(), *_refused(), *_limits(), *_statuses()]
+    refused = _refused(UNSUPPORTED, IGNORED)
+    parts = [_HEAD, *_routes(), *_honoured(), "## Fields that are refused\n", *refused]
+    parts += [*_dialects(), *_limits(), *_statuses()]
     return "\n".join(parts)
 
 
@@ -112,16 +121,28 @@ def _one(option: Mapping[str, Any]) -> str:
     return f"{kind or 'any'}{items}{' ' if sizes else ''}{', '.join(sizes)}"
 
 
-def _refused() -> Iterator[str]:
-    yield "## Fields that are refused\n"
+def _refused(
+    unsupported: Mapping[str, tuple[object, ...]], ignored: Sequence[str]
+) -> Iterator[str]:
     yield "Accepted at the values that ask for nothing, else a 400 `unsupported_parameter`.\n"
     yield "| field | accepted at | instead |"
     yield "|---|---|---|"
-    for name, values in sorted(UNSUPPORTED.items()):
+    for name, values in sorted(unsupported.items()):
         shown = ", ".join(f"`{json.dumps(value)}`" for value in values)
         yield f"| `{name}` | {shown} | {INSTEAD.get(name, '')} |"
-    listed = ", ".join(f"`{name}`" for name in sorted(IGNORED))
+    listed = ", ".join(f"`{name}`" for name in sorted(ignored))
     yield f"\nHints that change no answer and are taken in silence: {listed}.\n"
+
+
+def _dialects() -> Iterator[str]:
+    for path, kind, rules in _DIALECTS:
+        yield f"## Fields of `{path}`\n"
+        yield "| field | values |"
+        yield "|---|---|"
+        for name, described in _properties(kind).items():
+            yield f"| `{name}` | {_values(described)} |"
+        yield ""
+        yield from _refused(rules.unsupported, rules.ignored)
 
 
 def _limits() -> Iterator[str]:

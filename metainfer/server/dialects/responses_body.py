@@ -291,7 +291,7 @@ def _part(where: str, value: Any) -> Any:
     return {name: item for name, item in value.items() if name not in _HINTS}
 
 
-RULES = Rules(_UNSUPPORTED, (*IGNORED, "prompt_cache_options"), _shape)
+RULES = Rules(_UNSUPPORTED, IGNORED, _shape)
 
 _NAMES = {
     r"(?<=\])\.function(?=\.)": "",
