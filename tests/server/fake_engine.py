@@ -102,6 +102,13 @@ class Fake:
             self.held = Held(options.held, self.vocab, self.eos)
         self.log = open(options.log, "a", buffering=1) if options.log else None  # noqa: SIM115
 
+        self.first: dict[str, int] = {}  # request -> the step that gives its first tokens
+        self.times: list[float] = []  # of each step's results, monotonic
+
+    def stamp(self, path: str) -> None:
+        """Write down which step gave what, and when."""
+        Path(path).write_text(json.dumps({"first": self.first, "times": self.times}))
+
     def note(self, text: str) -> None:
         if self.log is not None:
             self.log.write(text + "\n")
@@ -121,6 +128,7 @@ class Fake:
             tokens = self.held.say(tokens, request.params.grammar)
         self.live[request.request_id] = (request, tokens, 0)
         self.prompted += len(request.prompt)
+        self.first[request.request_id] = self.steps
         return None
 
     def cancel(self, request_ids: tuple[str, ...]) -> Outputs:
@@ -145,6 +153,7 @@ class Fake:
             if 0 < self.options.die_at <= index + len(output.tokens):
                 self.dying = True
         self.steps += 1
+        self.times.append(time.monotonic())
         return Outputs(
             tuple(outputs),
             EngineStats(
@@ -186,6 +195,7 @@ def main() -> int:
     parser.add_argument("--address", required=True)
     parser.add_argument("--log")
     parser.add_argument("--script")
+    parser.add_argument("--stamps", help="write the times of all steps here at the end")
     parser.add_argument("--held")
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--tokens-per-step", type=int, default=1)
@@ -238,6 +248,8 @@ def main() -> int:
                 send(fake.cancel(message.request_ids))
             elif not options.ignore_stop:
                 fake.note(f"stop {message.drain}")
+                if options.stamps:
+                    fake.stamp(options.stamps)
                 socket.close(linger=1000)
                 return 0
             busy = bool(fake.live) and not options.deaf
