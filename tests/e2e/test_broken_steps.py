@@ -20,15 +20,17 @@ from metainfer.executor.protocol import NanGuard
 
 BAD = 77
 """The token whose embedding is NaN."""
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
-def watched(folder: Path, family: str = "llama", **intent: Any) -> tuple[Engine, list[Fault]]:
+def watched(folder: Path | str, **intent: Any) -> tuple[Engine, list[Fault]]:
     from metainfer.core.intent import Intent
 
     guard = intent.pop("guard", NanGuard.LOGITS)
     faults: list[Fault] = []
+    # In float64, since other batches and chunks round otherwise, and a tie must not decide.
     made = {"threads": 1, "page_tokens": 8, "chunk_tokens": 16, "concurrency": 8, **intent}
+    made.setdefault("dtype", "float64")
     engine = Engine(
         Intent(model=str(folder), **made),
         guards=Guards(guard, 0.0),
@@ -165,6 +167,24 @@ def test_nan_among_prompt_logprobs(tiny: Path, rng: random.Random) -> None:
     assert answer.finish is FinishReason.ERROR and not answer.prompt_logprobs
 
 
+def test_a_hybrid_model_says_its_layer_too(rng: random.Random) -> None:
+    engine, faults = watched("random:tiny-deepseek-v4", page_tokens=None, chunk_tokens=None)
+    layer = engine._executor._parts.model.layers[1]  # type: ignore[union-attr]
+    layer.kv_norm[0] = math.nan
+    assert ask(engine, prompts_of(rng, 9), GREEDY)[0].finish is FinishReason.ERROR
+    assert "(layer 1," in faults[0].text, faults[0].text
+
+
+def test_a_hybrid_model_recomputes_the_same_tokens(rng: random.Random) -> None:
+    """States and windows of a step that was given up are as if it had never been."""
+    engine, _ = watched("random:tiny-deepseek-v4", page_tokens=None, chunk_tokens=None)
+    prompts = prompts_of(rng, 30, 45, 7)
+    want = [answer.tokens for answer in ask(engine, prompts, GREEDY)]
+    hungry = Hungry(engine, lambda runs: len(runs) > 1)
+    assert [answer.tokens for answer in ask(engine, prompts, GREEDY)] == want
+    assert hungry.failed
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -201,7 +221,7 @@ def test_one_request_that_needs_too_much_ends_alone(tiny: Path, rng: random.Rand
     assert engine.scheduler.trials.most_running > 100  # the cause is gone, nothing stays bounded
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("most", [1, 3])
 def test_a_batch_that_is_too_large_goes_on_smaller(
     tiny: Path, rng: random.Random, most: int
 ) -> None:

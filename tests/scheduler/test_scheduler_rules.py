@@ -345,6 +345,23 @@ def test_a_fault_ends_one_request_and_poisons_nothing(late: bool) -> None:
     one.check()
 
 
+@pytest.mark.parametrize("shape", ["dense", "swa", "hybrid"])
+def test_a_fault_condemns_equal_content_that_nobody_holds(shape: str) -> None:
+    """Pages under the same names may hold the same fault; they go back to the pool."""
+    one = world_of(shape, step_tokens=64)
+    prompt = list(range(40))
+    one.add(request("first", prompt, 4))
+    one.run()
+    one.add(request("bad", prompt, 4, prompt_logprobs=0))  # computes every row anew
+    one.device.faults[(one.scheduler.counters.steps, "bad")] = "NaN in logits"
+    one.run()
+    assert one.answers["bad"].finish is FinishReason.ERROR
+    one.add(request("again", prompt, 4))
+    one.run()
+    assert one.answers["again"].cached == 0
+    one.check()
+
+
 def test_min_tokens_ignore_eos_and_stop_ids() -> None:
     one = world_of()
     one.add(request("free", [5, 6], 20))
