@@ -16,6 +16,7 @@ import selectors
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from metainfer.verifier.subject import Say
 from metainfer.workers.process import Child, spawn_python
 
 CHILD = "metainfer.verifier.bringup_child"
+WHOLE = ("device", "capability", "software")
+"""Reasons that hold for every shape."""
 START_S = 120.0
 """Until a child has imported what it needs."""
 
@@ -99,9 +102,10 @@ def bring_up(
 
 def objections_of(impl: Impl, dtype: str, machine: Machine) -> tuple[str, ...]:
     """Why no case of its op can run here; empty when one can."""
+    if foreign := _foreign(impl, dtype, machine):
+        return foreign
     said: dict[str, None] = {}
-    cases: list[Case] = op_cases(impl.op).CASES[impl.op](0)
-    for case in cases:
+    for case in _cases(impl.op):
         for phase in Phase:
             if phase in case.phases and phase in impl.phases:
                 request = OpRequest(
@@ -112,6 +116,21 @@ def objections_of(impl: Impl, dtype: str, machine: Machine) -> tuple[str, ...]:
                     return ()
                 said.update(dict.fromkeys(reason.message for reason in verdict.reasons))
     return tuple(said)[:6] or (f"no case of {impl.op}",)
+
+
+def _foreign(impl: Impl, dtype: str, machine: Machine) -> tuple[str, ...]:
+    """What stands against it whatever the shape; without it no case need be drawn."""
+    context = Context(OpRequest(impl.op, impl.op, Phase.DECODE, dtype, {}), machine.facts)
+    said = []
+    for condition in impl.conditions:
+        with contextlib.suppress(KeyError):  # one that looks at the shape
+            said += [r.message for r in condition(context).reasons if r.code in WHOLE]
+    return tuple(said)
+
+
+@cache
+def _cases(op: str) -> tuple[Case, ...]:
+    return tuple(op_cases(op).CASES[op](0))
 
 
 def _try_all(

@@ -1,0 +1,95 @@
+"""A card that nobody has seen: what passes is unlocked; what dies is a row and not the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+from packages import FAKE, install
+
+from metainfer.core.intent import Intent
+from metainfer.engine.machine import open_machine
+from metainfer.kernels.evidence import evidence_for
+from metainfer.kernels.impl import Evidence
+from metainfer.verifier.bringup import bring_up
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The vendor's package in this process and its children, with records of their own."""
+    site = install(FAKE, tmp_path / "site")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{HERE}")
+    monkeypatch.setenv("METAINFER_CACHE", str(tmp_path / "cache"))
+    before = set(sys.modules)
+    yield site
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] == "acme_platform":
+            del sys.modules[name]
+
+
+def add_kernels(site: Path, *names: str) -> None:
+    """The vendor's one kernel under several names."""
+    file = site / "acme_platform" / "impls.py"
+    file.write_text(
+        file.read_text()
+        + "\nimport dataclasses\n"
+        + f"IMPLS = tuple(dataclasses.replace(IMPLS[0], name=n) for n in {names!r})\n"
+    )
+
+
+def test_what_passes_is_unlocked_and_the_report_names_no_user(acme: Path, tmp_path: Path) -> None:
+    machine = open_machine("acme")
+    assert evidence_for(machine.facts, ids=["rmsnorm/acme"]) == {}
+    target = tmp_path / "out" / "report.json"
+    document = bring_up(
+        Intent(model="", platform="acme"), target, lambda text: None, time_limit_s=120.0
+    )
+    assert document["unlocked"] == ["rmsnorm/acme"] and not document["failed"]
+    assert json.loads(target.read_text()) == json.loads(json.dumps(document))
+    assert "unlocked: rmsnorm/acme" in target.with_suffix(".txt").read_text()
+    rows = {row["impl"]: row for row in document["kernels"]}
+    assert rows["rmsnorm/acme"]["outcome"] == "passed"
+    assert rows["linear/torch"]["outcome"] == "refused"
+    assert any("this device is fake" in why for why in rows["linear/torch"]["reasons"])
+    text = target.read_text()
+    assert str(Path.home()) + "/" not in text and os.uname().nodename not in text
+    assert document["card"]["name"] == "Acme One" and "uuid" not in document["card"]
+
+    again = open_machine("acme")
+    again.recall(document["dtype"])
+    found = evidence_for(again.facts, tuple(again.qualified.values()))
+    assert found["rmsnorm/acme"] is Evidence.THIS_CARD
+    known = bring_up(
+        Intent(model="", platform="acme"), target, lambda text: None, time_limit_s=120.0
+    )
+    assert {row["impl"]: row["outcome"] for row in known["kernels"]}["rmsnorm/acme"] == "known"
+
+
+def test_a_crash_and_a_hang_are_rows_and_stay_locked(acme: Path, tmp_path: Path) -> None:
+    add_kernels(acme, *(f"kernel-{letter}" for letter in "abcde"))
+    said: list[str] = []
+    document = bring_up(
+        Intent(model="", platform="acme"), tmp_path / "r.json", said.append,
+        time_limit_s=1.0, child="dying_child",
+    )  # fmt: skip
+    rows = {row["impl"]: row for row in document["kernels"]}
+    found = {key: rows[f"rmsnorm/kernel-{key}"]["outcome"] for key in "abcde"}
+    assert found == {"a": "passed", "b": "crashed", "c": "hung", "d": "failed", "e": "passed"}
+    assert "SIGSEGV" in rows["rmsnorm/kernel-b"]["reasons"][0]
+    assert rows["rmsnorm/kernel-c"]["reasons"] == ["no answer within 1 s"]
+    assert rows["rmsnorm/kernel-d"]["reasons"] == ["case one: ~/kernel.so is missing"]
+    assert document["failed"] == ["rmsnorm/kernel-b", "rmsnorm/kernel-c", "rmsnorm/kernel-d"]
+    assert any("crashed" in line for line in said)
+    machine = open_machine("acme")
+    machine.recall(document["dtype"])
+    locked = {key for key, found in machine.qualified.items() if not found.passed}
+    assert {"rmsnorm/kernel-b", "rmsnorm/kernel-c"} <= locked
