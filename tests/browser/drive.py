@@ -7,6 +7,7 @@ here, and with ``--pictures`` the pictures in `docs/images`.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -74,6 +75,7 @@ def main() -> int:
     parser.add_argument("--pictures", action="store_true")
     parser.add_argument("--warm", type=float, default=60.0, help="seconds of load before looking")
     options = parser.parse_args()
+    digest = page_digest()
     metainfer = [sys.executable, "-m", "metainfer", "serve", "smollm2-135m", "--json"]
     fake = [sys.executable, str(ROOT / "tests" / "server" / "serve_fake.py"), "0", "--key", KEY]
     with tempfile.TemporaryDirectory() as name:
@@ -100,7 +102,8 @@ def main() -> int:
             return 1
         git = ["git", "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        result = {"commit": commit, "date": time.strftime("%Y-%m-%d")} | json.loads(done.stdout)
+        about = {"commit": commit, "date": time.strftime("%Y-%m-%d"), "page": digest}
+        result = about | json.loads(done.stdout)
         if options.pictures:
             keep(folder, ROOT / "docs" / "images")
     (HERE / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
@@ -109,6 +112,14 @@ def main() -> int:
         print(f"FAILED {row['check']}: {row['seen']}")
     print(f"{len(result['checks']) - len(failed)} of {len(result['checks'])} checks passed")
     return 1 if failed else 0
+
+
+def page_digest() -> str:
+    """Of the page's files, so that a result tells which page it is of."""
+    found = hashlib.sha256()
+    for path in sorted((ROOT / "metainfer" / "server" / "page").iterdir()):
+        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
 
 
 def keep(folder: Path, images: Path) -> None:

@@ -101,12 +101,14 @@ async function figures() {
   const start = await page.locator("#start-body tbody tr").allInnerTexts();
   check("every start-up phase", start.length === status.start_phases.length, start.join("|"));
   check("links: none or known", status.links.length > 0 || /^None/.test(await text(page, "links-body")));
+  check("verified or not", /verified/.test(await text(page, "verification-body")), await text(page, "verification-body"));
   check("decisions with origins", /checkpoint|seed|probe/.test(await text(page, "decisions-body")));
   await page.close();
 }
 
 async function say(page, words, most) {
   await page.fill("#max-tokens", String(most));
+  await page.fill("#temperature", "0");
   await page.fill("#message", words);
   await page.press("#message", "Enter");
 }

@@ -128,8 +128,13 @@ def test_every_alert_has_its_two_cases() -> None:
 def test_the_last_run_of_prometheus_passed() -> None:
     result = json.loads((HEAVY.parent / "results" / "prometheus.json").read_text())
     assert len(result["checks"]) >= 9 and all(row["passed"] for row in result["checks"])
-    browser = json.loads((ROOT / "tests" / "browser" / "result.json").read_text())
-    assert len(browser["checks"]) >= 44 and all(row["passed"] for row in browser["checks"])
+
+
+def test_the_last_run_of_the_browser_passed_and_is_of_this_page() -> None:
+    result = json.loads((ROOT / "tests" / "browser" / "result.json").read_text())
+    assert len(result["checks"]) >= 45 and all(row["passed"] for row in result["checks"])
+    drive = runpy.run_path(str(ROOT / "tests" / "browser" / "drive.py"))
+    assert result["page"] == drive["page_digest"](), "the page has changed: make browser"
 
 
 def test_the_dashboard_is_current_and_sound() -> None:

@@ -19,7 +19,7 @@ function load(now, samples) {
     tile("First token, median", first.count ? seconds(first.p50_s) : "none yet", "last 5 minutes"),
     tile("Cache in use", share(now.cache.used), `of ${count(now.cache.tokens)} tokens`),
     tile("Preemptions", count(now.preemptions), `${count(now.admission_rejections)} refused at the door`),
-    tile("Longest gap", seconds(now.longest_decode_gap_s), "between two tokens, last minute"));
+    tile("Longest gap", now.longest_decode_gap_s ? seconds(now.longest_decode_gap_s) : "none", "between two tokens, last minute"));
   const gap = 3.5 * now.sample_s;
   const draw = (title, curves, show, most) => chart(title, samples, now.now, gap, curves, show, most);
   put("charts",

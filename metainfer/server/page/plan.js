@@ -42,13 +42,13 @@ function kernels(document) {
     const groups = [...row.losers.values()].filter((group) => group.lost.length);
     const most = Math.max(0, ...groups.map((group) => group.lost.length));
     const told = groups.map((group) => el("div", {}, el("strong", {}, group.phases.join(", ")), list(group.lost)));
-    return [row.site, row.phases.join(", "), row.op.impl, grade(row.op.quality), row.op.evidence,
-      [...row.whys].join("; ") || UNKNOWN,
+    const why = el("div", { class: "quiet" }, [...row.whys].join("; ") || UNKNOWN);
+    return [row.site, row.phases.join(", "), el("div", {}, row.op.impl, why), grade(row.op.quality), row.op.evidence,
       most ? el("details", {}, el("summary", {}, `${most} refused`), ...told) : "none"];
   });
   return put("kernels-body", quiet(`${places.length} ops over all phases: ${grades.join(", ")}.`),
     table("Chosen kernels, and what was refused for which reasons.",
-      ["Op", "Phases", "Kernel", "Quality", "Evidence", "Why", "Refused"], rows, "kernels"));
+      ["Op", "Phases", "Kernel, and why", "Quality", "Evidence", "Refused"], rows, "kernels"));
 }
 
 function layouts(found) {
