@@ -92,6 +92,17 @@ def test_nan_inside_a_layer_is_named(tiny: Path, rng: random.Random) -> None:
     assert "first at add_rmsnorm" in faults[0].text and "(layer 2," in faults[0].text
 
 
+def test_each_step_is_judged_by_itself(tiny: Path, rng: random.Random) -> None:
+    engine, faults = watched(tiny, guard=NanGuard.LAYERS)
+    parts = engine._executor._parts  # type: ignore[union-attr]
+    sound = poison_embedding(engine)
+    ask(engine, [[5, BAD]], GREEDY)
+    embedding(parts)[BAD] = sound
+    parts.model.layers[2].mlp_norm[3] = math.nan
+    ask(engine, prompts_of(rng, 7), GREEDY)
+    assert "first at embed" in faults[0].text and "(layer 2," in faults[1].text
+
+
 def test_nan_that_does_not_come_again_is_said(tiny: Path, rng: random.Random) -> None:
     engine, faults = watched(tiny)
     model = engine._executor._parts.model  # type: ignore[union-attr]
