@@ -63,6 +63,16 @@ def test_mapped_with_its_value_and_told(words: list[str], field: str, value: obj
     assert flags[0] in note and note.endswith("here")
 
 
+def test_adapters_are_named_as_vllm_names_them() -> None:
+    """Repeated, beside our own flag, and as JSON."""
+    told = '{"name": "law", "path": "/l", "base_model_name": "m"}'
+    words = ["--lora-modules", "sql=/s", "--lora-modules", told, "--adapter", "tax=/t"]
+    made = gather("serve", "m", *words, "--enable-lora", "--max-lora-rank", "64")
+    _, bound, _ = APP.parse_args(made.words, exit_on_error=False, print_error=False)
+    assert bound.arguments["adapter"] == ("sql=/s", "law=/l", "tax=/t")
+    assert [note for note in made.notes if "--adapter" in note]
+
+
 def test_several_at_once_keep_their_notes() -> None:
     made = gather("serve", "m", "-tp", "4", "--max-model-len", "64", "-dp", "2", "--port", "1")
     assert made.notes == [
@@ -92,6 +102,9 @@ ALREADY = [
     ["--pipeline-parallel-size", "1"],
     ["--max-model-len", "auto"],
     ["--trust-remote-code"],
+    ["--enable-lora"],
+    ["--max-loras", "4"],
+    ["--max-lora-rank", "64"],
 ]
 
 
@@ -125,6 +138,8 @@ REFUSED = [
     (["--max-model-len", "64", "--context", "32"], "both are given"),
     (["--parallel", "tp2", "-tp", "2"], "both are given"),
     (["--max-model-len"], "needs a value"),
+    (["--lora-modules", '{"name": "sql"}'], "name and path"),
+    (["--lora-modules", '{"name": "sql", "path": "/s", "rank": 4}'], "rank"),
 ]
 
 

@@ -121,8 +121,8 @@ class DenseModel:
         ops: PhaseOps,
     ) -> torch.Tensor:
         arch, tokens = self.arch, x.shape[0]
-        qkv = ops.linear(x, layer.qkv)  # [T, (Hq + 2 Hkv) D]
-        qkv = adapt(qkv, x, layer.pairs.get("qkv"), inputs, ops)
+        qkv: Any = ops.linear(x, layer.qkv)  # [T, (Hq + 2 Hkv) D]
+        adapt(qkv, x, layer.pairs.get("qkv"), inputs, ops)
         q, k, v = qkv.split(arch.qkv_rows, dim=-1)
         # Slices of one tensor: the ops take any stride over tokens.
         q = q.view(tokens, arch.heads, arch.head_dim)
