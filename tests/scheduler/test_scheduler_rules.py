@@ -45,11 +45,11 @@ def test_b28_what_can_never_fit_is_refused_with_numbers() -> None:
     one.check()
 
 
-def test_queue_full_is_a_503_and_changes_nothing() -> None:
+def test_queue_full_is_a_429_and_changes_nothing() -> None:
     one = world_of(max_waiting=2)
     assert [one.add(request(f"r{i}", [i], 2)) for i in range(2)] == [None, None]
     error = one.add(request("r2", [1], 2))
-    assert error is not None and (error.status, error.code) == (503, "queue_full")
+    assert error is not None and (error.status, error.code) == (429, "queue_full")
     assert error.retry_after_s
     one.step()
     assert one.add(request("r2", [1], 2)) is None
@@ -346,8 +346,9 @@ def test_a_fault_ends_one_request_and_poisons_nothing(late: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", ["dense", "swa", "hybrid"])
-def test_a_fault_condemns_equal_content_that_nobody_holds(shape: str) -> None:
-    """Pages under the same names may hold the same fault; they go back to the pool."""
+def test_b25_a_fault_condemns_equal_content_that_nobody_holds(shape: str) -> None:
+    """Pages under the same names may hold the same fault: they go back to the pool, and that they
+    are not found again is no miss."""
     one = world_of(shape, step_tokens=64)
     prompt = list(range(40))
     one.add(request("first", prompt, 4))
@@ -356,9 +357,10 @@ def test_a_fault_condemns_equal_content_that_nobody_holds(shape: str) -> None:
     one.device.faults[(one.scheduler.counters.steps, "bad")] = "NaN in logits"
     one.run()
     assert one.answers["bad"].finish is FinishReason.ERROR
+    eligible = one.kv[0].watch.eligible
     one.add(request("again", prompt, 4))
     one.run()
-    assert one.answers["again"].cached == 0
+    assert one.answers["again"].cached == 0 and one.kv[0].watch.eligible == eligible
     one.check()
 
 
