@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -40,10 +40,10 @@ class TensorSource(Protocol):
 class RankPart:
     """What a rank holds of a weight: part `part` of `parts`.
 
-    `cut`: ``rows`` or ``columns`` of each of its tensors, or ``experts`` (whole tensors of it).
+    `cut`: rows or columns of each of its tensors, or experts (whole tensors of it).
     """
 
-    cut: Literal["whole", "rows", "columns", "experts"] = "whole"
+    cut: Cut = Cut.WHOLE
     part: int = 0
     parts: int = 1
 
@@ -62,7 +62,7 @@ def part_of(cut: tuple[Cut, int], place: Place) -> RankPart:
     kind, parts = cut
     if kind is Cut.WHOLE or parts == 1:
         return WHOLE
-    return RankPart(kind.value, place.rank % parts, parts)
+    return RankPart(kind, place.rank % parts, parts)
 
 
 @dataclass(slots=True)
