@@ -30,6 +30,9 @@ def plan(
     model: Model = None,
     *,
     machine: MachineName = None,
+    explain: Annotated[
+        str | None, Parameter(name="--explain", help="one decision: who set it, why, what lost")
+    ] = None,
     engine: EngineFlags = NO_FLAGS,
     adapter: Adapters = (),
     as_json: Json = False,
@@ -49,11 +52,19 @@ def plan(
     if machine is not None:
         there = describe(machine, intent)
         document = plan_document(there.resolve(open_model(model, adapters=intent.adapters), intent))
-        return Result(document, plan_text(document))
+        return _shown(document, explain)
     opened, here = open_model(model, adapters=intent.adapters), open_machine(intent.platform)
     here.recall(here.resolve(opened, intent).plan.model.dtype)
-    document = plan_document(here.resolve(opened, intent))
-    return Result(document, plan_text(document))
+    return _shown(plan_document(here.resolve(opened, intent)), explain)
+
+
+def _shown(document: dict[str, Any], explain: str | None) -> Result:
+    from metainfer.planner.explain import explain_lines, explained
+
+    if explain is None:
+        return Result(document, plan_text(document))
+    found = explained(document, explain)
+    return Result({"explained": found}, "\n".join(explain_lines(found)))
 
 
 def diff(

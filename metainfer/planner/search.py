@@ -21,6 +21,7 @@ from metainfer.planner.calibration import Calibration, key, nothing_measured
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 from metainfer.planner.layouts import NOT_BUILT, enumerate_layouts, processes, runs
 from metainfer.planner.limits import CacheTooSmall, longest_context
+from metainfer.planner.phases import record_phases
 from metainfer.planner.predict import Prediction, predict, record_speed
 from metainfer.planner.ranks import UNKNOWN_MEMORY, Cards, Held
 from metainfer.planner.steps import StepCost, step_cost
@@ -375,6 +376,7 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
         )
         said = _goal_why(goal, best, feasible)
         ledger.record("goal_layout", best.layout.name, _by(best), said, others)
+        record_phases(ledger, feasible)
 
 
 def _by(best: Candidate) -> Origin:

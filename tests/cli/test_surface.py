@@ -37,7 +37,7 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
         "--model", "--machine", "--save-machine", "--deep", "--html", "--host-text",
         "--save-host-text", "--engine", "--engine-args", "--json",
     },
-    ("plan",): ENGINE | ADAPTERS | {"--model", "--machine", "--json"},
+    ("plan",): ENGINE | ADAPTERS | {"--model", "--machine", "--explain", "--json"},
     ("plan", "diff"): {"--json"},
     ("simulate",): ENGINE | {
         "--model", "--machine", "--workload", "--curve", "--seed", "--acceptance", "--compare",
