@@ -103,6 +103,31 @@ def test_each_step_is_judged_by_itself(tiny: Path, rng: random.Random) -> None:
     assert "first at embed" in faults[0].text and "(layer 2," in faults[1].text
 
 
+def test_layers_are_looked_at_without_graphs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    from metainfer.executor import local
+
+    captured: list[int] = []
+
+    class Graphs:
+        def __init__(self, parts: Any) -> None: ...
+
+        def capture(self, bucket: int) -> None:
+            captured.append(bucket)
+
+    monkeypatch.setattr(local, "DecodeGraphs", Graphs)
+    engine, _ = watched(tiny)
+    executor: Any = engine._executor
+    executor._parts = replace(executor._parts, graph_buckets=(1, 2))
+    executor.nan_guard = NanGuard.LAYERS
+    executor.warm()
+    assert not captured
+    executor.nan_guard = NanGuard.LOGITS
+    executor.warm()
+    assert captured == [1, 2]
+
+
 def test_nan_that_does_not_come_again_is_said(tiny: Path, rng: random.Random) -> None:
     engine, faults = watched(tiny)
     model = engine._executor._parts.model  # type: ignore[union-attr]

@@ -72,7 +72,7 @@ def run(world: World, lacks: Lacks, rng: random.Random, limit: int = 4000) -> in
     drafts=st.booleans(),
     domains=st.integers(1, 2),
 )
-def test_any_lack_of_memory_ends_at_most_its_cause(
+def test_b28_any_lack_of_memory_ends_at_most_its_cause(
     shape: str, seed: int, most: int, longest: int, culprit: bool, drafts: bool, domains: int
 ) -> None:
     rng = random.Random(seed)

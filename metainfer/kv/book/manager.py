@@ -331,8 +331,9 @@ class KVManager:
         for pool, span in zip(self.pools, self._span, strict=True):
             for end in range(span, tokens + 1, span):
                 pool.forget(prefix.at(end))
-        for group in self._saved:
-            for end in range(self.grid, tokens + 1, self.grid):
+        for end in range(self.grid, tokens + 1, self.grid):
+            self.watch.condemned(prefix.at(end))
+            for group in self._saved:
                 self.snapshots[group].forget(prefix.at(end))
 
     def unsave(self, prefix: Prefix, position: int) -> None:

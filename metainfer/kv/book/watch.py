@@ -45,6 +45,10 @@ class HitWatch:
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
 
+    def condemned(self, digest: bytes) -> None:
+        """What was cached up to `digest` was forgotten on purpose: a miss there is none."""
+        self._seen.pop(digest, None)
+
     def note(self, manager: KVManager, prefix: Prefix, tokens: int, hit: int) -> None:
         """Count one look-up of `tokens` tokens that resumed at `hit`."""
         self.lookups += 1
