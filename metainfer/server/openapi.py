@@ -60,7 +60,7 @@ _ANTHROPIC_ERROR = {
     },
 }
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-_REASONS = {
+REASONS = {
     400: "The request is malformed, out of bounds or asks for something unsupported.",
     401: "The API key is missing or wrong.",
     403: "The path needs the admin key.",
@@ -99,7 +99,7 @@ def operation(path: str) -> dict[str, Any]:
     health = path.startswith("/health") or path == "/ready"
     responses: dict[int | str, dict[str, Any]] = {
         status: {
-            "description": _REASONS[status],
+            "description": REASONS[status],
             "content": status_form if health and status == 503 else error,
         }
         for status in sorted(statuses)

@@ -18,7 +18,7 @@ from metainfer.server.bounds import BOUNDS, Bounds
 from metainfer.server.dialects import messages_body, responses_body
 from metainfer.server.dialects.messages_body import MessagesRequest
 from metainfer.server.dialects.responses_body import ResponsesRequest
-from metainfer.server.openapi import _REASONS
+from metainfer.server.openapi import REASONS
 from metainfer.server.schemas import (
     IGNORED,
     INSTEAD,
@@ -165,7 +165,7 @@ def _statuses() -> Iterator[str]:
     yield "`/v1/messages`). In a stream it is an event, and no `[DONE]` follows.\n"
     yield "| status | why |"
     yield "|---|---|"
-    for status, why in sorted(_REASONS.items()):
+    for status, why in sorted(REASONS.items()):
         yield f"| {status} | {why} |"
     yield ""
 

@@ -226,3 +226,38 @@ def test_every_value_arrives_as_if_it_were_typed(
             value = wanted[flag.name]
             typed = tuple(value) if isinstance(value, list) else value
             assert found == typed or str(found) == typed, flag.name
+
+
+def test_the_example_is_taken() -> None:
+    path = Path(__file__).parents[2] / "examples" / "serve.toml"
+    found = bound(settings.gather(["serve", "m", "--config", str(path)], VERBS))
+    assert found["limit"] == ("messages=512", "n=4") and found["max_pending"] == 256
+    config = ServerFlags(**{f: found[f] for f in ServerFlags.__dataclass_fields__}).config("m")
+    assert (config.bounds["messages"], config.request_timeout_s) == (512, 300.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        ({"port": 70000}, "no port"), ({"keep_alive": 0.0}, "--keep-alive"),
+        ({"request_timeout": float("nan")}, "--request-timeout"),
+        ({"drain_grace": -1.0}, "0 or more"),
+        ({"root_path": "llm"}, "Begin it"), ({"ssl_keyfile": Path("k")}, "--ssl-certfile"),
+        ({"limit": ("n=x",)}, "no number"), ({"limit": ("m=1",)}, "--limit"),
+        ({"api_key_file": Path("/no/such")}, "cannot be read"), ({"max_body": "much"}, "no size"),
+    ],
+)  # fmt: skip
+def test_server_flags_out_of_range(flags: dict[str, Any], hint: str) -> None:
+    with pytest.raises(UsageError, match=hint):
+        ServerFlags(**flags).config("m")
+
+
+def test_keys_of_a_file_join_the_others_and_an_empty_file_opens_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\n one \n\ntwo\n")
+    assert ServerFlags(api_key=("zero",), api_key_file=path).config("m").api_keys == (
+        "zero", "one", "two",
+    )  # fmt: skip
+    path.write_text("# none yet\n")
+    with pytest.raises(UsageError, match="holds no key"):
+        ServerFlags(api_key_file=path).config("m")

@@ -59,3 +59,15 @@ def test_a_share_is_a_part(share: float) -> None:
     wish: Any = Intent(model="m", memory_share=share)
     with pytest.raises(UsageError, match="memory-share"):
         resolve(wish, MODEL, card(), REGISTRY, Policy())
+
+
+def test_one_bound_on_waiting_requests() -> None:
+    """What `--max-pending` says is what the scheduler holds, by default too."""
+    from metainfer.server.state import ServerConfig
+
+    usual = resolved()
+    assert usual.plan.limits.max_waiting == ServerConfig(("m",)).max_pending
+    assert decision(usual, "limits.max_waiting").origin is Origin.DEFAULT
+    asked = resolved(max_waiting=7)
+    assert asked.plan.limits.max_waiting == 7
+    assert decision(asked, "limits.max_waiting").origin is Origin.FLAG
