@@ -71,10 +71,10 @@ class Comparison:
         )
 
 
-def greedy(tokens: int, **more: int) -> SamplingParams:
+def greedy(tokens: int) -> SamplingParams:
     """Greedy, with what a comparison needs."""
     return SamplingParams(
-        temperature=0.0, max_tokens=tokens, logprobs=ALTERNATIVES, ignore_eos=True, **more
+        temperature=0.0, max_tokens=tokens, logprobs=ALTERNATIVES, ignore_eos=True
     )
 
 

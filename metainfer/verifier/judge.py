@@ -179,7 +179,7 @@ def _part(cache: Any, pointer: Tensor, how: str) -> tuple[Any, Tensor]:
         places = torch.where(pointer < 0, -1, pointer // span)
     else:
         places = pointer.long()
-    used = places[places >= 0].unique()
+    used: Tensor = torch.unique(places[places >= 0])
     index = torch.searchsorted(used, places.clamp_min(0)).clamp_max(max(len(used) - 1, 0))
     index = torch.where(places < 0, -1, index)
     kept = whole[used] if len(used) else whole[:1].clone()

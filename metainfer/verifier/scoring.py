@@ -107,7 +107,8 @@ def _router_gap(call: Call) -> Tensor:
     top_k = call.kwargs["top_k"]
     if top_k >= order.shape[1]:
         return torch.full((len(x),), float("inf"))
-    return (order[:, top_k - 1] - order[:, top_k]).double()
+    gap: Tensor = order[:, top_k - 1] - order[:, top_k]
+    return gap.double()
 
 
 def _select_gap(call: Call) -> Tensor:

@@ -219,13 +219,21 @@ def _with_up_first(w13: PackedWeight, w2: PackedWeight) -> PackedWeight:
 
 
 def _up_first(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: PackedWeight, w2: PackedWeight, **limit: float
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    *,
+    limit: float = 0.0,
 ) -> Tensor:
-    return moe_experts(x, ids, weights, _with_up_first(w13, w2), w2, **limit)
+    return moe_experts(x, ids, weights, _with_up_first(w13, w2), w2, limit=limit)
 
 
-def _scaled_twice(x: Tensor, ids: Tensor, weights: Tensor, *more: Any, **limit: float) -> Tensor:
-    return moe_experts(x, ids, weights * weights.sum(-1, keepdim=True), *more, **limit)
+def _scaled_twice(
+    x: Tensor, ids: Tensor, weights: Tensor, *more: Any, limit: float = 0.0
+) -> Tensor:
+    return moe_experts(x, ids, weights * weights.sum(-1, keepdim=True), *more, limit=limit)
 
 
 MISTAKES = {

@@ -126,11 +126,15 @@ def _scaled(change: Callable[[float], float], op: Callable[..., Any]) -> Callabl
     return wrong
 
 
+_ROUTERS: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("moe_route", moe_route),
+    ("moe_route_hash", moe_route_hash),
+)
 MISTAKES = {
     op: {
         "double routed scale": (_scaled(lambda scale: scale * scale, function),),
         "routed scale": (_scaled(lambda scale: 1.0, function),),
     }
-    for op, function in REFERENCES.items()
+    for op, function in _ROUTERS
 }
 MISTAKES["moe_route"] |= {"tie order": (_last_of_ties,), "selection bias": (_by_score,)}

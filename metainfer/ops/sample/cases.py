@@ -102,11 +102,10 @@ def _without(name: str, value: float) -> Callable[..., Any]:
     """`name` of every row is `value`."""
 
     def wrong(logits: torch.Tensor, inputs: SampleInputs) -> Any:
-        held = getattr(inputs, name)
-        changed = (
-            inputs if held is None else replace(inputs, **{name: torch.full_like(held, value)})
-        )
-        return sample(logits, changed)
+        if (held := getattr(inputs, name)) is None:
+            return sample(logits, inputs)
+        changed: dict[str, Any] = {name: torch.full_like(held, value)}
+        return sample(logits, replace(inputs, **changed))
 
     return wrong
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -116,7 +117,10 @@ def _rows(subject: Subject, weights: Weights, run: _Run) -> Iterator[Row]:
     named, where = _healed(subject, weights, run, most) if failed else ((), ())
     left = len(run.truth.logits) - rows
     detail = f"{left} of {len(run.truth.logits)} rows behind a near tie left out" if left else ""
-    sides = {"reference": f"references in {WIDE}", "candidate": f"plan {subject.plan.fingerprint}"}
+    sides: dict[str, Any] = {
+        "reference": f"references in {WIDE}",
+        "candidate": f"plan {subject.plan.fingerprint}",
+    }
     for what, error, tolerance in (
         ("mean distance of log-probabilities", found.mean, most.mean),
         ("worst distance", found.worst, most.worst),

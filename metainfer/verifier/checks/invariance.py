@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from metainfer.kernels.table import Trace
 from metainfer.verifier.compare import Comparison, greedy
@@ -133,12 +134,12 @@ def _tight(subject: Subject, listed: list[list[int]], expected: list[Answer], to
     return found.row(CHECK, "chunks and preemption", (ALONE, candidate), ("chunks or preemption",))
 
 
-def _small(subject: Subject, running: int) -> dict[str, object]:
+def _small(subject: Subject, running: int) -> dict[str, Any]:
     """An intent with little room: a context as needed, a cache for one and a half requests."""
     tokens = min(LONG + 2 * ANSWER, int(subject.plan.limits.max_context))
     page = max(group.page_tokens for group in subject.plan.kv_groups)
     context = min(-(-tokens // page) * page, int(subject.plan.limits.max_context))
-    more: dict[str, object] = {"context": context, "concurrency": running, "kv_bytes": None}
+    more: dict[str, Any] = {"context": context, "concurrency": running, "kv_bytes": None}
     if running > 1:
         more |= {"chunk_tokens": running + 12, "kv_bytes": _bytes(subject, context, running)}
     return more
