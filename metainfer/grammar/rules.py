@@ -21,7 +21,7 @@ MAX_REGEX_CHARS = 8_192
 MAX_CHOICES = 1_024
 MAX_CHOICE_CHARS = 32_768  # of all choices together
 
-MAX_PARTS_CHARS = 262_144  # of an answer that may hold calls, all schemas of its tools included
+MAX_PARTS_CHARS = 1_048_576  # of an answer that may hold calls, all schemas of its tools included
 
 ANY_OBJECT = GrammarSpec("json", '{"type":"object"}')
 

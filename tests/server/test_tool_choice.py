@@ -256,7 +256,7 @@ def test_what_cannot_hold_is_refused(
 def test_too_many_tools_for_one_grammar(model: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [f"{i:04000d}" for i in range(14)]}}}
     tools = [
-        {"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(6)
+        {"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(20)
     ]
     body = {"model": "fake", "messages": [{"role": "user", "content": "play:talk;"}]}
     answer = call(model.port, "POST", CHAT, body | {"tools": tools, "tool_choice": "required"})
