@@ -78,6 +78,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "1 while many drafted tokens were verified and none was accepted.",
         lambda s: float(bool(s.draft_alarm)),
     ),
+    ("draft_depth", "Drafts per sequence that the latest step asked for.", lambda s: s.draft_depth),
+    (
+        "draft_gain",
+        "Decoded tokens per second over those without drafts, with --draft auto; 0 elsewhere.",
+        lambda s: s.draft_gain or 0.0,
+    ),
     (
         "prefix_cache_alarm",
         "1 while many look-ups that could have hit the prefix cache met nothing.",
