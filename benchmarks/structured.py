@@ -1,7 +1,7 @@
 """Structured output and enforced calls: is every answer valid, and what does a mask cost?
 
     python benchmarks/structured.py [--schemas 500] [--model smollm2-135m] [--library llguidance]
-                                    [--skip-engine]
+                                    [--part masks]
 
 Random JSON schemas (hypothesis, seeded) are answered with each grammar library: as text, and as the
 call of a tool that has them as its arguments. By an engine over a tiny random model, in batches of
@@ -247,10 +247,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--vocabulary", type=int, default=49_152)
     parser.add_argument("--library", choices=list(KNOWN), action="append")
-    parser.add_argument("--skip-engine", action="store_true")
+    parser.add_argument("--part", choices=["engine", "masks"], action="append")
     options = parser.parse_args()
     warnings.simplefilter("ignore", hypothesis.errors.NonInteractiveExampleWarning)
     libraries = options.library or list(KNOWN)
+    wished = options.part or ["engine", "masks"]
     wanted = draw(options.schemas)
     report: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
@@ -266,7 +267,7 @@ def main() -> None:
     vocabulary = vocabulary_of(tokenizer, options.vocabulary, tokenizer.eos_ids)
     for name in libraries:
         found: dict[str, Any] = {"version": metadata.version(name)}
-        if not options.skip_engine:
+        if "engine" in wished:
             for kind, calls in (("text", False), ("calls", True)):
                 plain = answers(wanted, "off", name, calls)
                 drafted = answers(wanted, "ngram:4", name, calls)
@@ -274,9 +275,9 @@ def main() -> None:
                 found[f"engine_{kind}"] = {
                     "drafts_change_nothing": same, "plain": plain, "with_drafts": drafted
                 }  # fmt: skip
-        found["text"] = masks(wanted, vocabulary, name, None)
-        for family, form in calls_over(vocabulary).items():
-            found[f"calls_{family}"] = masks(wanted, vocabulary, name, form)
+        forms = {"text": None} | {f"calls_{n}": f for n, f in calls_over(vocabulary).items()}
+        for kind, form in forms.items() if "masks" in wished else ():
+            found[kind] = masks(wanted, vocabulary, name, form)
         report["libraries"][name] = found
     report["load_average_at_end"] = os.getloadavg()[0]
     print(json.dumps(report, indent=1))
