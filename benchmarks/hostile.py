@@ -4,8 +4,10 @@
 
 The server runs over the tests' fake engine, which gives a token every 20 ms. A well-behaved client
 in a process of its own streams all the time and keeps the gaps between its events: first alone,
-then beside the attack. Memory is the server's resident size (with its checking process), after the
-first tenth of the requests and at the end, when nothing is pending. Prints one JSON document.
+then beside the attack. `loop`: the longest turns of the server's event loop under a tenth of the
+attack in its own processor time, which other work on the machine does not change. Memory is the
+server's resident size (with its checking process), after the first tenth of the requests and at the
+end, when nothing is pending. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,19 @@ def resident(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def turns(options: argparse.Namespace) -> dict[str, Any]:
+    """What the loop's turns cost under the first tenth of the attack, in processor time."""
+    wanted = attacks(options.seed, max(options.requests // 10, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "turns.json"
+        engine = ["--step-ms", str(STEP_MS)]
+        with fake_server(["--turns", str(path)], engine, program="serve_turns.py") as running:
+            asyncio.run(send(running.port, wanted, options.at_once))
+            running.stop()
+        found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
 def memory(running: Running) -> dict[str, float]:
     """MiB of the server and of its checking process, by what they are."""
     below = [pid for pid in descendants(running.process.pid) if pid != running.engine]
@@ -147,6 +163,7 @@ def main() -> None:
             "engine": f"fake, a token every {STEP_MS:g} ms",
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
         },
+        "loop": turns(options),
         **measure(options),
     }
     print(json.dumps(document, indent=1))

@@ -39,12 +39,17 @@ class Running:
 
 @contextmanager
 def fake_server(
-    server: Sequence[str] = (), engine: Sequence[str] = (), *, ready: bool = True, port: int = 0
+    server: Sequence[str] = (),
+    engine: Sequence[str] = (),
+    *,
+    ready: bool = True,
+    port: int = 0,
+    program: str = "serve_fake.py",
 ) -> Iterator[Running]:
     """A server of its own; `ready` waits for the engine. Killed at the end if still there."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "engine.log"
-        command = [sys.executable, str(HERE / "serve_fake.py"), str(port), *server]
+        command = [sys.executable, str(HERE / program), str(port), *server]
         command += ["--", "--log", str(log), *engine]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:

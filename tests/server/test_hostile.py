@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
+from pathlib import Path
 
 from fake_server import call, chat_body, events, eventually, fake_server
 from hostile_client import send
@@ -13,11 +15,16 @@ from hostile_requests import FAMILIES, attacks
 CHAT = "/v1/chat/completions"
 
 
-def test_hostile_requests_harm_nobody() -> None:
+MOST_MS = 100.0  # of the loop's processor time in one turn: what others wait
+
+
+def test_hostile_requests_harm_nobody(tmp_path: Path) -> None:
     wanted = attacks(7, 300)
     every = {family(random.Random(0)).family for family in FAMILIES}
     assert {make().family for make in wanted} == every
-    with fake_server(engine=["--step-ms", "10"]) as running:
+    turns = tmp_path / "turns.json"
+    server, engine = ["--turns", str(turns)], ["--step-ms", "10"]
+    with fake_server(server, engine, program="serve_turns.py") as running:
         alone = call(running.port, "POST", CHAT, chat_body("mind your own", max_tokens=500))
         beside: list[object] = []
 
@@ -34,4 +41,6 @@ def test_hostile_requests_harm_nobody() -> None:
         assert "".join(deltas) == alone.json["choices"][0]["message"]["content"]
         assert beside[-1] == "[DONE]"
         assert eventually(lambda: call(running.port, "GET", "/health").json["pending"] == 0)
-        assert running.process.poll() is None
+        assert running.stop() == 0
+    seen = json.loads(turns.read_text())
+    assert seen["turns"] > 1000 and seen["longest_ms"][0] < MOST_MS, seen
