@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import zipfile
@@ -16,7 +15,8 @@ import httpx
 import pytest
 from faulty_server import MODEL, Faulty, eventually, faulty, own_cache
 
-from metainfer.doctor.archive import scrubber
+from metainfer.core.errors import UserError
+from metainfer.doctor.archive import fetch, pack, scrubber
 
 PROMPT = "xyzzy-the-secret-prompt"
 IDENTITY = "plugh-the-secret-id"
@@ -114,26 +114,10 @@ def test_the_report_route_needs_the_admin_key(broken: tuple[Faulty, Path], tmp_p
     assert httpx.get(url, headers={"Authorization": f"Bearer {KEY}"}, timeout=30).status_code == 403
     done = report(tmp_path / "no.zip", cache, "--url", server.base, "--admin-key", "wrong-key")
     assert done.returncode == 1 and "refuses the report" in done.stderr
-    done = report(tmp_path / "no.zip", cache, "--url", "http://127.0.0.1:9")
-    assert done.returncode == 1 and "--url" in done.stderr
-    done = report(tmp_path / "nowhere" / "no.zip", cache)
-    assert done.returncode == 1 and "cannot be written" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_killed_engine_leaves_its_last_steps(tmp_path: Path) -> None:
-    """SIGKILL leaves no time to write: the steps are read from the shared block."""
-    cache = own_cache(tmp_path)
-    environ = {"METAINFER_CACHE": str(cache)}
-    with faulty(tmp_path, "--max-restarts", "0", environ=environ) as server:
-        assert server.complete().status_code == 200
-        os.kill(server.engine(), signal.SIGKILL)
-        assert server.process.wait(60) == 1
-    done = report(tmp_path / "dead.zip", cache)
-    assert done.returncode == 0, done.stderr
-    found = everything(tmp_path / "dead.zip")
-    assert "SIGKILL" in json.loads(found["server.json"])["cause"]
-    assert len(json.loads(found["flight.json"])["steps"]) == 8
+    with pytest.raises(UserError, match=r"gives no report.*--url"):
+        fetch("http://127.0.0.1:9", ADMIN)
+    with pytest.raises(UserError, match="cannot be written"):
+        pack(tmp_path / "nowhere" / "no.zip", None, None)
 
 
 def test_what_is_scrubbed() -> None:

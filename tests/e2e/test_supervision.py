@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,12 +13,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from faulty_server import TEXT, Faulty, eventually, faulty
+from faulty_server import TEXT, Faulty, eventually, faulty, own_cache
+
+from metainfer.server.restarts import Restarts
+from metainfer.server.run import _last_words
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
-    with faulty(tmp_path_factory.mktemp("faulty"), "--max-restarts", "9") as running:
+    folder = tmp_path_factory.mktemp("faulty")
+    with faulty(folder, "--max-restarts", "9", "--hang-after", "4") as running:
         yield running
 
 
@@ -68,52 +73,58 @@ def test_a_killed_engine_is_started_again(server: Faulty) -> None:
     assert server.complete().json()["choices"][0]["text"] == want
 
 
-def test_a_crash_loop_ends_with_its_first_cause(tmp_path: Path) -> None:
-    with faulty(tmp_path, "--max-restarts", "1") as server:
-        server.order("raise")
-        assert server.complete().status_code == 503
-        server.wait_ready()
-        os.kill(server.engine(), signal.SIGKILL)
-        assert server.process.wait(60) == 1
-        assert "First cause: ValueError" in server.log.read_text()
+def test_b30_a_hang_is_told_and_ended(server: Faulty) -> None:
+    """With the interpreter's lock held: the stacks are printed, /ready says which step."""
+    server.wait_ready()
+    server.order("lock")
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(server.complete()))
+    asking.start()
+    assert eventually(lambda: server.status() == "stalled")
+    ready = httpx.get(f"{server.base}/health/ready", timeout=30)
+    if ready.json()["status"] == "stalled":  # else the engine was ended in between
+        assert ready.status_code == 503 and "chunk, 1 runs, 3 tokens" in ready.json()["reason"]
+    asking.join(120)
+    assert answers[0].json()["error"]["code"] == "engine_dead"
+    assert "it hung in step" in answers[0].json()["error"]["message"]
+    server.wait_ready()
+    log = server.log.read_text()
+    assert "Timeout" in log and "in faulty_run" in log
+    assert re.search("the engine hangs: step [0-9]+: chunk, 1 runs, 3 tokens", log)
 
 
-@pytest.mark.parametrize("fault", ["hang", "lock"])
-def test_b30_a_hang_is_told_and_ended(tmp_path: Path, fault: str) -> None:
-    """With the interpreter's lock held, too: the stacks are printed, /ready says which step."""
-    with faulty(tmp_path, "--hang-after", "1.5") as server:
-        server.order(fault)
-        answers: list[httpx.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(server.complete()))
-        asking.start()
-        assert eventually(lambda: server.status() == "stalled")
-        ready = httpx.get(f"{server.base}/health/ready", timeout=30)
-        if ready.json()["status"] == "stalled":  # else the engine was ended in between
-            assert ready.status_code == 503 and "chunk, 1 runs, 3 tokens" in ready.json()["reason"]
-        asking.join(120)
-        assert answers[0].json()["error"]["code"] == "engine_dead"
-        assert "it hung in step" in answers[0].json()["error"]["message"]
-        server.wait_ready()
-        log = server.log.read_text()
-        assert "Timeout" in log and "in faulty_run" in log
-        assert "the engine hangs: step 0: chunk, 1 runs, 3 tokens" in log
+def test_a_crash_loop_ends_with_its_first_cause() -> None:
+    restarts = Restarts(1)
+    restarts.died("ValueError")
+    restarts.died("the engine was killed by SIGKILL")
+    words = _last_words(restarts, "the engine was killed by SIGKILL")
+    assert "ended 2 times" in words and "First cause: ValueError." in words
 
 
-def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
-    """Standard output is a pipe that is full and never read; a restart would print into it."""
+def test_a_log_that_nobody_reads_stops_nothing_and_death_leaves_its_steps(tmp_path: Path) -> None:
+    """Standard output is a pipe that is full: a restart goes on without its lines. The engine is
+    killed once more than allowed: exit code 1, and the steps are read from the shared block."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(writing, b"x" * 4096)
     os.set_blocking(writing, True)
+    environ = {"METAINFER_CACHE": str(own_cache(tmp_path))}
     try:
-        with faulty(tmp_path, out=writing) as server:
+        with faulty(tmp_path, "--max-restarts", "1", out=writing, environ=environ) as server:
             server.order("raise")
             assert server.complete().status_code == 503
             assert eventually(lambda: server.status() == "restarting" or server.restarted())
             server.wait_ready()
             assert server.complete().status_code == 200
+            os.kill(server.engine(), signal.SIGKILL)
+            assert server.process.wait(60) == 1
     finally:
         os.close(reading)
         os.close(writing)
+    dumps = sorted((tmp_path / "cache" / "records" / "flight").glob("*.json"))
+    first, last = (json.loads(path.read_text()) for path in dumps)
+    assert "ValueError" in first["cause"] and "SIGKILL" in last["cause"]
+    assert first["flight"]["steps"][-1]["outcome"]["error"] == "ValueError"
+    assert len(last["flight"]["steps"]) == 8 and last["plan"] and last["start_phases"]
