@@ -8,7 +8,9 @@ time from the engine's handing over a step's results to the arrival of the token
 process: it holds both processes' turns at the processor and the wait behind the other streams'
 tokens of the same step; over all tokens, and over the steps in which all streams run (the others
 are beside the admission of 200 requests at once). `server_cpu_us_per_token`: the server's own
-processor time.
+processor time. `loop`: what single turns of its event loop cost (asyncio's own loop), also in
+processor time, which other work on the machine does not change: a turn takes in one step's results, or
+wakes one stream.
 
 Then over the engine itself with MODEL: the tokens that each stream carries (with their
 log-probabilities), its usage, and the engine's own count must agree.
@@ -97,6 +99,21 @@ def percentiles(values: list[float]) -> dict[str, float]:
         name: round(1e3 * values[min(int(len(values) * part), len(values) - 1)], 3)
         for name, part in (("p50_ms", 0.5), ("p99_ms", 0.99), ("p999_ms", 0.999), ("max_ms", 1.0))
     }
+
+
+def turns(streams: int, tokens: int, step_ms: float) -> dict[str, Any]:
+    """The turns of the server's loop for the same streams, in its own processor time."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "turns.json"
+        engine = ["--step-ms", str(step_ms)]
+        with fake_server(["--turns", str(path)], engine, program="serve_turns.py") as running:
+            bodies = [
+                chat_body(f"stream {n}", stream=True, max_tokens=tokens) for n in range(streams)
+            ]
+            client(running.port, bodies)
+            running.stop()
+        found: dict[str, Any] = json.loads(path.read_text())
+    return {**found, "turns_per_token": round(found["turns"] / (streams * tokens), 3)}
 
 
 def over_fake(streams: int, tokens: int, step_ms: float) -> dict[str, Any]:
@@ -219,6 +236,7 @@ def main() -> None:
             "load_before": [round(value, 2) for value in os.getloadavg()],
         },
         "fake": over_fake(options.streams, options.tokens, options.step_ms),
+        "loop": turns(options.streams, options.tokens, options.step_ms),
         "engine": [
             over_engine(model, options.streams, options.model_tokens) for model in options.model
         ],

@@ -12,26 +12,32 @@ import asyncio.events
 import json
 import sys
 import time
+from array import array
 from pathlib import Path
 
 KEPT = 10
 
 
 class Turns:
-    """How many there were, and the longest, in seconds."""
+    """The processor time of every turn, in seconds."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.longest: list[float] = []
-
-    def note(self, seconds: float) -> None:
-        self.count += 1
-        if len(self.longest) < KEPT or seconds > self.longest[-1]:
-            self.longest = sorted([*self.longest, seconds], reverse=True)[:KEPT]
+        self.all = array("d")
 
     def write(self, path: str) -> None:
-        shown = [round(1e3 * seconds, 2) for seconds in self.longest]
-        Path(path).write_text(json.dumps({"turns": self.count, "longest_ms": shown}))
+        found = sorted(self.all, reverse=True)
+
+        def at(part: float) -> float:
+            return round(1e3 * found[int(len(found) * part)], 4) if found else 0.0
+
+        document = {
+            "turns": len(found),
+            "longest_ms": [round(1e3 * seconds, 2) for seconds in found[:KEPT]],
+            "p999_ms": at(0.001),
+            "p99_ms": at(0.01),
+            "p50_ms": at(0.5),
+        }
+        Path(path).write_text(json.dumps(document))
 
 
 def watch(turns: Turns, engine_ready: list[bool]) -> None:
@@ -43,7 +49,7 @@ def watch(turns: Turns, engine_ready: list[bool]) -> None:
         begin = time.thread_time()
         plain(self)
         if engine_ready:
-            turns.note(time.thread_time() - begin)
+            turns.all.append(time.thread_time() - begin)
 
     handle._run = run  # type: ignore[method-assign]
 
