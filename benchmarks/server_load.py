@@ -9,8 +9,8 @@ process: it holds both processes' turns at the processor and the wait behind the
 tokens of the same step; over all tokens, and over the steps in which all streams run (the others
 are beside the admission of 200 requests at once). `server_cpu_us_per_token`: the server's own
 processor time. `loop`: what single turns of its event loop cost (asyncio's own loop), also in
-processor time, which other work on the machine does not change: a turn takes in one step's results, or
-wakes one stream.
+processor time, which other work on the machine does not change: a turn takes in one step's results,
+or wakes one stream.
 
 Then over the engine itself with MODEL: the tokens that each stream carries (with their
 log-probabilities), its usage, and the engine's own count must agree.
