@@ -8,6 +8,7 @@ import random
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +73,23 @@ def test_a_block_of_garbage_is_read_without_fault(rng: random.Random) -> None:
         block[at : at + 40] = rng.randbytes(40)
         assert len(read(memoryview(block))["steps"]) <= 5
     assert read(memoryview(bytearray(recorder.SIZE)))["steps"] == []
+    for value in (5, [], [1, 2, 3], [1, 2, [7], [], [], [1, 2, 3, 4]], "text", None):
+        block, body = bytearray(book.block), msgspec.msgpack.encode(value)
+        block[64:72] = len(body).to_bytes(8, "little")
+        block[72 : 72 + len(body)] = body
+        assert [step["step"] for step in read(memoryview(block))["steps"]] == [1, 2, 3, 4]
+
+
+def test_a_plan_that_is_too_large_keeps_its_numbers() -> None:
+    book = FlightRecorder()
+    one = plan_of(0, 64, 2)
+    book.begin(StepPlan(0, one.segments * 9, one.new, one.pages))
+    book.end(StepResult(0, (), 0.1))
+    book.begin(plan_of(1, 1, 1))
+    first, second = read(book.block)["steps"]
+    assert [segment["runs"] for segment in first["segments"]] == [64] * 9
+    assert first["segments"][0]["listed"] == [] and first["outcome"]["seconds"] == 0.1
+    assert second["segments"][0]["listed"]
 
 
 def watched(hang_after_s: float) -> tuple[Overseer, FlightRecorder]:
