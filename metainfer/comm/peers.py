@@ -8,13 +8,14 @@ order, rounded once, so every rank goes on with the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from metainfer.comm.api import Communicator
 from metainfer.comm.request import Op, Request
 from metainfer.core.plan import LayoutPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Peers(Protocol):

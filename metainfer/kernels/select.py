@@ -11,12 +11,12 @@ Runs once, at start; the hot path looks a name up in the table made from the res
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.verdict import ACCEPT, Reason, Verdict, all_of, reject, require
+from metainfer.kernels.bundles import candidate_layouts, check_pins, roles_of
 from metainfer.kernels.impl import Context, Evidence, Impl, Numerics, OpRequest, Quality
 from metainfer.kernels.refusal import refusal, unserved_reasons
 from metainfer.kernels.registry import Registry
@@ -182,11 +182,11 @@ def select(
             every bundle.
         UsageError: a pin names something that does not exist.
     """
-    _check_pins(registry, requests, policy)
+    check_pins(registry, requests, policy)
     feasible: list[Bundle] = []
     refused: list[RefusedBundle] = []
     found: dict[tuple[int, tuple[str | None, ...]], Choice | Unserved] = {}
-    roles = {request.op: _roles(registry, request.op) for request in requests}
+    roles = {request.op: roles_of(registry, request.op) for request in requests}
 
     def outcome(number: int, request: OpRequest, layouts: Mapping[str, str]) -> Choice | Unserved:
         """Looked at once for each combination of those layouts that the op's candidates need."""
@@ -216,11 +216,6 @@ def select(
     return Selection(winner, tuple(refused), tuple(feasible[1:]))
 
 
-def _roles(registry: Registry, op: str) -> tuple[str, ...]:
-    """Whose layouts an op's candidates need: all that a `Context` shows to them."""
-    return tuple(sorted({role for impl in registry.of(op) for role in impl.requires_layout}))
-
-
 def _outcome(
     registry: Registry,
     request: OpRequest,
@@ -234,21 +229,6 @@ def _outcome(
     except RefusedError as error:
         pin = policy.pins.get(request.site, policy.pins.get(request.op, ""))
         return Unserved(request, (Candidate(pin, error.reasons),), pin)
-
-
-def candidate_layouts(
-    registry: Registry, requests: Sequence[OpRequest]
-) -> tuple[Mapping[str, str], ...]:
-    """Every combination of declared layouts, one per role that the requested ops mention."""
-    ops = {request.op for request in requests}
-    roles: dict[str, dict[str, None]] = {}
-    for impl in registry.impls():
-        if impl.op in ops:
-            for role, layout in impl.requires_layout.items():
-                roles.setdefault(role, {})[layout] = None
-    names = sorted(roles)
-    combos = itertools.product(*(roles[role] for role in names))
-    return tuple(dict(zip(names, combo, strict=True)) for combo in combos)
 
 
 def objections(impl: Impl, context: Context) -> Verdict:
@@ -425,40 +405,6 @@ def _why(
     if device.read_bytes_s is None:
         return "first in declared order: the memory rate is unknown, so no cost is"
     return "first in declared order"
-
-
-def _check_pins(registry: Registry, requests: Sequence[OpRequest], policy: Policy) -> None:
-    known = {request.op for request in requests} | {request.site for request in requests}
-    for key in policy.pins:
-        if key not in known:
-            raise UsageError(
-                f"--op names {key!r}, which this model does not use.",
-                f"It uses: {', '.join(sorted(known))}.",
-                code="unknown_op",
-            )
-    for key in sorted(policy.allow_fallback - known - {"all"}):
-        raise UsageError(
-            f"--allow-fallback names {key!r}, which this model does not use.",
-            f"It uses: {', '.join(sorted(known))}; or all.",
-            code="unknown_op",
-        )
-    offered: dict[str, dict[str, None]] = {}
-    for layouts in candidate_layouts(registry, requests):
-        for role, layout in layouts.items():
-            offered.setdefault(role, {})[layout] = None
-    for role, layout in policy.layout_pins.items():
-        if role not in offered:
-            raise UsageError(
-                f"--layout names the role {role!r}, which this model does not have.",
-                f"It has: {', '.join(sorted(offered)) or 'none'}.",
-                code="unknown_layout",
-            )
-        if layout not in offered[role]:
-            raise UsageError(
-                f"this model has no {role} layout {layout!r}.",
-                f"There is: {', '.join(offered[role])}.",
-                code="unknown_layout",
-            )
 
 
 def _layout_objections(
