@@ -90,3 +90,12 @@ def test_the_wait_follows_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> 
     assert state.retry_after_s(1) == 1.0
     now += 100.0
     assert state.retry_after_s(4) == 5.0  # too long ago to count
+
+
+def test_the_order_of_priorities_can_be_turned() -> None:
+    def state(higher: bool) -> ServerState:
+        config = ServerConfig(("m",), higher_first=higher)
+        return ServerState(config, None, None, None)  # type: ignore[arg-type]
+
+    for given, lower, higher in ((None, 0, 0), (0, 0, 0), (3, 3, -3), (-(2**31), -(2**31), 2**31)):
+        assert (state(False).priority(given), state(True).priority(given)) == (lower, higher)
