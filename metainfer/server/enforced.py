@@ -69,7 +69,7 @@ async def _enforced(
 ) -> GrammarSpec:
     """The checked grammar over the model's own markers."""
     every = choice.mode == "required"
-    rules = [_rule(place, tool, every) for place, tool in enumerate(offered)]
+    rules = [_rule(tool, every) for tool in offered]
     real = marker_ids(text)
     # Over bytes, where a grammar is tried out, markers are the ids behind the end.
     tried = {marker: MARKS + place for place, marker in enumerate(real)}
@@ -96,7 +96,7 @@ async def _enforced(
     return spec
 
 
-def _rule(place: int, tool: Mapping[str, Any], every: bool) -> CallRule:
+def _rule(tool: Mapping[str, Any], every: bool) -> CallRule:
     """What a call of `tool` has to be: its schema counts if all do, or if it is strict."""
     if not (every or tool.get("strict") is True):
         return CallRule(tool["name"])

@@ -31,6 +31,9 @@ _NO_TAG = re.compile(r'[">]|\sstring=')
 _ANY_TEXT = {"type": "string"}
 _NO_TEXT = {"type": ["null", "boolean", "number", "array", "object"]}
 _DEFINITIONS = ("$defs", "definitions")
+_OTHERS = frozenset(
+    {"additionalProperties", "patternProperties", "anyOf", "allOf", "oneOf", "if", "$ref"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +186,11 @@ def _any_of(parts: Sequence[Part]) -> Part:
 
 def _closed(schema: Mapping[str, Any] | None) -> dict[str, Any]:
     """`schema`, an object's: no others where it names its properties and says nothing of others."""
-    if schema is None:
-        return {"type": "object"}
-    found = dict(schema)
+    found = {} if schema is None else dict(schema)
     found.setdefault("type", "object")
-    if "properties" in found and not {"additionalProperties", "patternProperties"} & found.keys():
+    named, required = found.get("properties"), found.get("required", [])
+    plain = isinstance(named, dict) and isinstance(required, list) and not _OTHERS & found.keys()
+    if plain and all(name in named for name in required):
         found["additionalProperties"] = False
     return found
 
