@@ -189,8 +189,9 @@ def _closed(schema: Mapping[str, Any] | None) -> dict[str, Any]:
     found = {} if schema is None else dict(schema)
     found.setdefault("type", "object")
     named, required = found.get("properties"), found.get("required", [])
-    plain = isinstance(named, dict) and isinstance(required, list) and not _OTHERS & found.keys()
-    if plain and all(name in named for name in required):
+    if not (isinstance(named, dict) and isinstance(required, list)) or _OTHERS & found.keys():
+        return found
+    if all(name in named for name in required):
         found["additionalProperties"] = False
     return found
 
