@@ -75,5 +75,5 @@ def status(store: RecordStore, plan: Plan) -> dict[str, Any]:
     if own is not None:
         return {"verified": bool(found["passed"]), "text": text, **told}
     changed = [name for name in now if now[name] != found["proven"].get(name)]
-    text = f"not verified: {', '.join(changed)} changed since {text.removeprefix('verified ')}"
+    text = f"not verified: {', '.join(changed)} changed; {text}"
     return {"verified": False, "text": text, "changed": changed, **told}

@@ -58,7 +58,7 @@ def test_a_verified_plan_says_so_and_another_says_what_changed(machine: Machine)
     assert verdicts.status(machine.store, larger)["verified"] is True  # sizes prove nothing
     other = verdicts.status(machine.store, plan_of(machine))
     assert other["verified"] is False and other["changed"] == ["kernels", "drafts"]
-    assert other["text"].startswith("not verified: kernels, drafts changed since on 20")
+    assert other["text"].startswith("not verified: kernels, drafts changed; verified on 20")
 
 
 def test_a_failed_verdict_is_shown_as_such(machine: Machine) -> None:
