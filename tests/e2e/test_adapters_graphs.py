@@ -13,7 +13,11 @@ from test_graphs import executor_of, with_graphs
 from test_ledger_covers_step import LIMIT, Outside
 
 from metainfer.core.errors import ModelError
+from metainfer.core.intent import Intent
 from metainfer.core.request import SamplingParams
+from metainfer.engine.engine import Engine
+from metainfer.engine.protocol import Guards
+from metainfer.executor.protocol import NanGuard
 from metainfer.kernels.table import Trace
 from metainfer.planner.memory import total
 
@@ -101,3 +105,21 @@ def test_nan_in_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds NaN or infinity") as caught:
         start(MODEL, adapters={"bad": str(tmp_path / "bad")})
     assert name in caught.value.cause and "'bad'" in caught.value.cause
+
+
+def test_an_adapter_that_breaks_ends_its_own_requests_and_is_named(folders: dict[str, str]) -> None:
+    """Numbers of one adapter reach no other row, and the guard names the op that made them."""
+    guards = Guards(NanGuard.LAYERS)
+    faults: list[Any] = []
+    wish = Intent(model=MODEL, threads=1, adapters=folders)
+    engine = Engine(wish, guards=guards, on_fault=faults.append)
+    engine.start()
+    prompts, params = [[5, 6, 7], [8, 9], [10]], SamplingParams(temperature=0.0, max_tokens=4)
+    whole = ask(engine, prompts, params, adapters=["sql", "", "law"])
+    assert [answer.error for answer in whole] == ["", "", ""]
+    broken = executor_of(engine)._parts.model.layers[1].pairs["o"]
+    broken.a[1] = 1e38  # finite, as the loader wants it; places are in the order of names
+    found = ask(engine, prompts, params, adapters=["sql", "", "law"])
+    assert "NaN or infinity" in found[0].error
+    assert [answer.tokens for answer in found[1:]] == [answer.tokens for answer in whole[1:]]
+    assert any("lora.o" in str(fault) and "layer 1" in str(fault) for fault in faults), faults

@@ -36,7 +36,8 @@ def adapt(
 
     Nothing runs where the matrix has no pairs, or no row of the segment has an adapter.
     """
-    if pairs is not None and inputs.adapters is not None:
-        add = ops.at(pairs.site)
-        add(y, x, pairs.a, pairs.b, pairs.scale, inputs.adapters, spans=pairs.spans)
-    return y
+    if pairs is None or inputs.adapters is None:
+        return y
+    add = ops.at(pairs.site)
+    out: Tensor = add(y, x, pairs.a, pairs.b, pairs.scale, inputs.adapters, spans=pairs.spans)
+    return out

@@ -71,7 +71,7 @@ def recipe(
     rows: AdapterRows,
     *,
     spans: Spans,
-) -> None:
+) -> Tensor:
     """What PEFT's `Linear` does in the model's dtype: every product and the sum round."""
     for adapter in range(a.shape[0]):
         mine = (rows.index == adapter).nonzero().squeeze(1)
@@ -82,6 +82,7 @@ def recipe(
             columns = y[:, start : start + width]
             columns[mine] = columns[mine] + update
             at += width
+    return y
 
 
 CASES = {"lora": cases}

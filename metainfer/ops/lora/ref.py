@@ -19,8 +19,8 @@ def lora(
     rows: AdapterRows,
     *,
     spans: Sequence[tuple[int, int]],
-) -> None:
-    """``y[t, span] += scale * (x[t] Aᵀ) Bᵀ`` in place, with the pair of row t's adapter.
+) -> Tensor:
+    """``y[t, span] += scale * (x[t] Aᵀ) Bᵀ`` in place, with the pair of row t's adapter; gives y.
 
     y [T, N], x [T, K], a [n, P, R, K], b [C, n, R], scale [n, P]; `spans`: (start, width) of each
     part's columns in y. Sums in float32 (float64 stays), rounded once. Source: Hu et al. 2021,
@@ -35,3 +35,4 @@ def lora(
             columns = y[:, start : start + width]
             columns[mine] = (wide(columns[mine]) + update).to(y.dtype)
             at += width
+    return y

@@ -23,7 +23,7 @@ def lora(
     rows: AdapterRows,
     *,
     spans: Sequence[tuple[int, int]],
-) -> None:
+) -> Tensor:
     """See `ref.lora`. No host branch on what the rows hold: a captured step may run it.
 
     Rows of other adapters are selected away, not multiplied by zero: they may overflow.
@@ -38,6 +38,7 @@ def lora(
         factor = b[at : at + columns].view(columns, count * rank)
         y[:, start : start + columns].addmm_(each, factor.T)
         at += columns
+    return y
 
 
 def lora_grouped(
@@ -49,7 +50,7 @@ def lora_grouped(
     rows: AdapterRows,
     *,
     spans: Sequence[tuple[int, int]],
-) -> None:
+) -> Tensor:
     """See `ref.lora`: the rows of each adapter in use, gathered unless they follow each other."""
     _, parts, rank, width = a.shape
     for adapter, mine in rows.by_adapter():
@@ -64,6 +65,7 @@ def lora_grouped(
             else:
                 target.index_copy_(0, mine, torch.addmm(target[mine], low[:, part], factor))
             at += columns
+    return y
 
 
 def _product(x: Tensor, a: Tensor) -> Tensor:
