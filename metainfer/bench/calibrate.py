@@ -166,8 +166,8 @@ def _serve(engine: Engine, load: Load, vocab: int, name: str, seed: int) -> None
     late: Sequence[Sequence[int]] = [
         drawn_prompts(1, tokens, vocab, seed + 31 * tokens)[0] for tokens in load.late
     ]
-    for number, prompt in enumerate(prompts):
-        _submit(engine, f"{name}-{number}", prompt, load.answer)
+    for number, early in enumerate(prompts):
+        _submit(engine, f"{name}-{number}", early, load.answer)
     waits, decoding = set(range(len(prompts))), False
     while engine.has_work or late:
         if late and (decoding or not prompts):

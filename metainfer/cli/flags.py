@@ -76,6 +76,7 @@ INTENT_FIELDS = {
     "--kv-memory": "kv_bytes",
     "--memory-share": "memory_share",
     "--chunk-tokens": "chunk_tokens",
+    "--mixed-prefill-tokens": "mixed_tokens",
     "--page-tokens": "page_tokens",
     "--threads": "threads",
     "--goal": "goal",
@@ -128,6 +129,10 @@ class EngineFlags:
     chunk_tokens: Annotated[Positive, _size("--chunk-tokens", text="most tokens in one step")] = (
         None
     )
+    mixed_prefill_tokens: Annotated[
+        Positive,
+        _size("--mixed-prefill-tokens", text="most prompt tokens in a step while answers run"),
+    ] = None
     page_tokens: Annotated[Positive, _size("--page-tokens", text="tokens in one cache page")] = None
     threads: Annotated[Positive, _size("--threads", text="CPU threads")] = None
     goal: Annotated[
@@ -204,6 +209,7 @@ class EngineFlags:
             memory_share=self.memory_share,
             page_tokens=self.page_tokens,
             chunk_tokens=self.chunk_tokens,
+            mixed_tokens=self.mixed_prefill_tokens,
             threads=self.threads,
             prefix_cache=not self.no_prefix_cache,
             draft=self.draft,

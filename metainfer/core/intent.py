@@ -28,6 +28,7 @@ DECISIONS: Mapping[str, str] = {
     "memory_share": "kv_tokens",
     "page_tokens": "kv_groups",
     "chunk_tokens": "limits.step_tokens",
+    "mixed_tokens": "limits.mixed_prefill_tokens",
     "threads": "threads",
     "prefix_cache": "prefix_cache",
     "grammar": "grammar",
@@ -50,10 +51,11 @@ class Intent:
     type (``float32``, ``bfloat16`` ...). `context`: tokens one sequence must be able to hold.
     `concurrency`: sequences running at once. `max_waiting`: requests that may wait beside them.
     `kv_bytes`: device memory for the cache. `memory_share`: the part of the device's memory
-    that may be used, above 0 up to 1. `chunk_tokens`: most tokens in a step. `threads`: CPU
-    threads. `ops`: op or site -> implementation. `layouts`: role -> layout id.
-    `allow_fallback`: ops that may take a reference path. `parallel`: how cards share the model
-    (``single``, ``tp8``, ``ep8`` ...), by name. `adapters`: name -> folder of a LoRA adapter.
+    that may be used, above 0 up to 1. `chunk_tokens`: most tokens in a step, `mixed_tokens`: of
+    prompts in it while answers run. `threads`: CPU threads. `ops`: op or site -> implementation.
+    `layouts`: role -> layout id. `allow_fallback`: ops that may take a reference path.
+    `parallel`: how cards share the model (``single``, ``tp8``, ``ep8`` ...), by name.
+    `adapters`: name -> folder of a LoRA adapter.
     `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
     ``mtp:N``. `grammar`: the grammar library. `model_options`: switches of the model's family,
     where its published code and its deployments differ. `said`: field -> where its value came from,
@@ -71,6 +73,7 @@ class Intent:
     memory_share: float | None = None
     page_tokens: int | None = None
     chunk_tokens: int | None = None
+    mixed_tokens: int | None = None
     threads: int | None = None
     prefix_cache: bool = True
     draft: str | None = None

@@ -150,13 +150,19 @@ class _Resolver:
                 f"a step of {step} tokens cannot decode {running} sequences.",
                 f"Raise --chunk-tokens to {running}, or lower --concurrency.",
             )
-        mixed = min(self.seeds.mixed_prefill_tokens, step)
-        self.ledger.record(
+        seed = self.seeds.mixed_prefill_tokens
+        mixed = self.number(
+            "mixed_tokens",
             "limits.mixed_prefill_tokens",
-            mixed,
-            Origin.SEED if mixed < step else Origin.DERIVED,
+            min(seed, step),
             "bounds how long a prompt can hold up running answers",
+            Origin.SEED if seed < step else Origin.DERIVED,
         )
+        if mixed > step:
+            raise UsageError(
+                f"{mixed} prompt tokens do not fit into a step of {step}.",
+                f"Pass --mixed-prefill-tokens {step} or less, or raise --chunk-tokens.",
+            )
         why = "further requests get 429 and retry"
         waiting = self.number("max_waiting", "limits.max_waiting", MAX_PENDING, why, Origin.DEFAULT)
         return Limits(

@@ -15,6 +15,7 @@ from metainfer.cli.main import build
 
 ENGINE = {
     "--context", "--concurrency", "--kv-memory", "--memory-share", "--chunk-tokens",
+    "--mixed-prefill-tokens",
     "--page-tokens", "--threads",
     "--goal", "--dtype", "--platform", "--op", "--layout", "--parallel", "--allow-fallback",
     "--no-prefix-cache", "--draft", "--grammar-backend", "--model-option", "--config",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from metainfer.core.errors import RefusedError
+from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Decision, Origin
 from metainfer.core.step import Phase
@@ -91,3 +91,13 @@ def test_a_bound_that_the_step_sets_is_derived() -> None:
     short = resolved(chunk_tokens=100, concurrency=4)
     assert short.plan.limits.mixed_prefill_tokens == 100
     assert decision(short, key).origin is Origin.DERIVED
+
+
+def test_the_bound_on_prompts_beside_answers_is_the_users_to_set() -> None:
+    found = resolved(mixed_tokens=96)
+    assert found.plan.limits.mixed_prefill_tokens == 96
+    assert decision(found, "limits.mixed_prefill_tokens").origin is Origin.FLAG
+    with pytest.raises(UsageError, match="do not fit into a step of 64"):
+        resolved(mixed_tokens=96, chunk_tokens=64, concurrency=1)
+    with pytest.raises(UsageError, match="must be at least 1"):
+        resolved(mixed_tokens=0)
