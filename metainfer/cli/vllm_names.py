@@ -106,6 +106,14 @@ def adapter(text: str) -> str:
     return f"{name}={path}"
 
 
+def grammar(text: str) -> str | None:
+    """The library of grammars by our name."""
+    ours = {"auto": None, "guidance": "llguidance", "xgrammar": "xgrammar"}
+    if text not in ours:
+        raise ValueError(f"there are {', '.join(ours)}")
+    return ours[text]
+
+
 def only(*values: str) -> Callable[[str], str | None]:
     """Nothing to set at `values`, refused at any other."""
 
@@ -159,10 +167,11 @@ ALIASES: tuple[Alias, ...] = (
     ),
     Alias(names=("--max-num-queued-reqs",), ours="--max-pending"),
     Alias(names=("--max-queued-requests",), ours="--max-pending"),
-    Alias(names=("--otlp-traces-endpoint",), ours="--otlp-endpoint"),
     Alias(names=("--shutdown-timeout",), ours="--drain-grace", convert=seconds_for),
     Alias(names=("--sse-keep-alive-interval",), ours="--keep-alive", convert=seconds_for),
     Alias(names=("--allowed-origins",), ours="--cors-origin", convert=origins),
+    Alias(names=("--guided-decoding-backend",), ours="--grammar-backend", convert=grammar),
+    Alias(names=("--otlp-traces-endpoint",), ours="--otlp-endpoint"),
     Alias(names=("--enable-auto-tool-choice",), already=FORMAT, takes=False),
     Alias(names=("--tool-call-parser",), already=FORMAT, convert=parser),
     Alias(names=("--reasoning-parser",), already=FORMAT, convert=parser),

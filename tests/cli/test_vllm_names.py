@@ -49,6 +49,7 @@ MAPPED = [
     (["--dtype", "half"], "dtype", "float16"),
     (['--speculative-config={"method":"mtp","num_speculative_tokens":1}'], "draft", "mtp:1"),
     (["--speculative-config", '{"method": "ngram"}'], "draft", "ngram"),
+    (["--guided-decoding-backend", "guidance"], "grammar_backend", "llguidance"),
 ]
 
 
@@ -134,6 +135,7 @@ REFUSED = [
     (["--speculative-config", "{"], "cannot be honoured"),
     (["--speculative-config", "[1]"], "no JSON object"),
     (["--speculative-config", '{"method":["a"]}'], "method"),
+    (["--guided-decoding-backend", "outlines"], "xgrammar"),
     (["--cpu-offload-gb", "4"], "outside the device"),
     (["--max-model-len", "64", "--context", "32"], "both are given"),
     (["--parallel", "tp2", "-tp", "2"], "both are given"),
