@@ -2,9 +2,10 @@
 
     python benchmarks/drafts.py [--model smollm2-135m] [--tokens 96] [--repeats 3] [--out FILE]
 
-Greedy answers with drafts off, at a fixed depth and at the depth that gain chooses, from engines
-that take turns in one process. An answer that differs ends the run. A class is a kind of text; its
-gain is the ratio of decode times in the same turn, by median, with its range.
+Answers with drafts off, at a fixed depth and at the depth that gain chooses, from engines that
+take turns in one process; greedy, and one class drawn at temperature 1 with a seed. An answer that
+differs ends the run. A class is a kind of text; its gain is the ratio of decode times in the same
+turn, by median, with its range.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ TEXTS = {
 }
 
 
+DRAWN = "prose, drawn"
+"""The class whose answers wander: little of them was seen before."""
+
+
 def prompts(model: str) -> dict[str, list[tuple[int, ...]]]:
     """Ids by class; random ids are a class of their own, in which little repeats."""
     import random
@@ -57,6 +62,7 @@ def prompts(model: str) -> dict[str, list[tuple[int, ...]]]:
         name: [tuple(tokenizer.encode(text, False)) for text in texts]
         for name, texts in TEXTS.items()
     }
+    found[DRAWN] = found["prose"]
     source = random.Random(5)
     found["random ids"] = [tuple(source.choices(range(100, 40_000), k=60)) for _ in range(2)]
     return found
@@ -71,10 +77,14 @@ class Side:
         self.engine.start()
         self._count = 0
 
-    def answer(self, prompt: tuple[int, ...], tokens: int) -> tuple[list[int], float, int]:
+    def answer(
+        self, prompt: tuple[int, ...], tokens: int, drawn: bool
+    ) -> tuple[list[int], float, int]:
         """Ids, seconds from the first token to the last, and steps."""
         self._count += 1
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=float(drawn), seed=7, max_tokens=tokens, ignore_eos=True
+        )
         self.engine.submit(Request(f"drafts-{self._count}", prompt, params))
         found: list[int] = []
         first, steps = 0.0, 0
@@ -88,7 +98,7 @@ class Side:
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
-    texts = prompts(args.model)
+    texts = {k: v for k, v in prompts(args.model).items() if not args.only or k in args.only}
     sides = {name: Side(args.model, draft) for name, draft in MODES.items()}
     times: dict[tuple[str, str], list[float]] = {}
     steps: dict[tuple[str, str], int] = {}
@@ -98,7 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
             for name, side in sides.items():
                 spent, count = 0.0, 0
                 for prompt in several:
-                    ids, seconds, forwards = side.answer(prompt, args.tokens)
+                    ids, seconds, forwards = side.answer(prompt, args.tokens, kind == DRAWN)
                     answers.setdefault(name, []).append(ids)
                     spent, count = spent + seconds, count + forwards
                 if turn:  # the first turn warms up, and lets the controller look around
@@ -144,12 +154,13 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", action="append", help="a class (repeatable)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     document = measure(args)
     for row in document["rows"]:  # type: ignore[attr-defined]
         print(
-            f"{row['class']:<11} {row['draft']:<8} {row['tok_s']:>7.1f} tok/s  "
+            f"{row['class']:<13} {row['draft']:<8} {row['tok_s']:>7.1f} tok/s  "
             f"gain {row['gain']:.2f} ({row['gain_range'][0]:.2f} to {row['gain_range'][1]:.2f})  "
             f"{row['tokens_per_forward']:.2f} tokens a forward"
         )

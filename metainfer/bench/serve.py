@@ -52,11 +52,11 @@ class Counters:
         return self[name] - before[name]
 
 
-_SAMPLE = re.compile(r"^(metainfer_\w+) (\S+)$", re.MULTILINE)
+_SAMPLE = re.compile(r'^(metainfer_\w+)(?:\{model_name="[^"]*"\})? (\S+)$', re.MULTILINE)
 
 
 async def counters(server: Server) -> Counters:
-    """Unlabelled samples of the metrics page.
+    """Samples of the metrics page that have no label but the model's name.
 
     Raises:
         UserError: it has none of ours.

@@ -26,6 +26,9 @@ PLAN = {
 }  # fmt: skip
 
 
+NAME = '{model_name="fake"}'
+
+
 @dataclass
 class Fake:
     """A server with a prefix cache, several tokens in a message, and company on demand.
@@ -66,10 +69,10 @@ class Fake:
 
     def _metrics(self) -> str:
         return (
-            f"# HELP x y\nmetainfer_requests_running {self.busy}\nmetainfer_requests_waiting 0\n"
-            f"metainfer_engine_steps_total {self.steps}\n"
-            f"metainfer_generated_tokens_total {self.generated}\n"
-            'metainfer_other{reason="a"} 3\n'
+            f"# HELP x y\nmetainfer_requests_running{NAME} {self.busy}\n"
+            f"metainfer_requests_waiting{NAME} 0\nmetainfer_engine_steps_total{NAME} {self.steps}\n"
+            f"metainfer_generated_tokens_total{NAME} {self.generated}\n"
+            'metainfer_other_total{model_name="fake",reason="a"} 3\n'
         )
 
     async def _stream(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:

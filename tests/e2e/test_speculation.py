@@ -211,3 +211,21 @@ def test_verify_runs_in_its_own_phase(model: str | Path, family: Family) -> None
         assert (Phase.VERIFY.value in plan.phase_layout) is present
         assert any(key.endswith("@verify") for key in plan.ops) is present
         assert plan.draft.depth == (3 if present else 0)
+
+
+def test_b24_auto_serves_the_same_tokens(family: Family, model: str | Path) -> None:
+    """Depths that follow measured times and acceptance: other steps, the same tokens."""
+    engine = start(model, **family.wish(draft="auto"))
+    assert engine.resolved is not None and engine.resolved.plan.draft.adaptive
+    source = engine.scheduler.drafting.source
+    prompts = [[5, 6, 7, 8, 9] * 5, [11, 12] * 9]
+    few = dict.fromkeys((11, 12, 13), 60.0)  # a text of three ids repeats itself, somewhat
+    params = SamplingParams(temperature=0.0, max_tokens=40, logit_bias=few)
+    plain = ask(drafted_by(engine, None), prompts, params)
+    engine.scheduler.domains[0].kv.flush()
+    engine.scheduler.drafting = Drafting(engine.scheduler.config, source)
+    drafted = ask(engine, prompts, params)
+    for answer, wanted in zip(drafted, plain, strict=True):
+        same(answer, wanted)
+    assert engine.scheduler.counters.drafted_tokens > 0
+    assert engine.stats().draft_gain is not None
