@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metainfer.ops.attn_paged.ref import gather, visible
-
 
 def attn_paged(
     q: Tensor,
@@ -34,17 +32,27 @@ def attn_paged(
         if queries == 0:
             continue
         first = max(0, context - queries - window + 1) if window else 0
-        keys = gather(k_cache, page_table[s], first, context).transpose(0, 1)  # [Hkv, L, D]
-        values = gather(v_cache, page_table[s], first, context).transpose(0, 1)
+        places = _places(page_table[s], k_cache.shape[1], first, context)
+        keys = k_cache.flatten(0, 1)[places].transpose(0, 1)  # [Hkv, L, D]
+        values = v_cache.flatten(0, 1)[places].transpose(0, 1)
         # The queries of a group share their keys: they become rows of one matrix.
         rows = q[begin:end].view(queries, hkv, group, d).permute(1, 2, 0, 3)
         rows = rows.reshape(hkv, group * queries, d)
         mask = None
         if queries > 1:
-            mask = visible(context, queries, first, window, q.device).repeat(group, 1)
+            reach = torch.arange(first, context, device=q.device)  # behind each query, or before it
+            back = torch.arange(context - queries, context, device=q.device)[:, None] - reach
+            seen = back >= 0
+            mask = (seen & (back < window) if window else seen).repeat(group, 1)
         mixed = F.scaled_dot_product_attention(
             rows[None], keys[None], values[None], attn_mask=mask, scale=scale
         )[0]
         mixed = mixed.view(hkv, group, queries, d).permute(2, 0, 1, 3)
         out[begin:end] = mixed.reshape(queries, hkv * group, d)
     return out
+
+
+def _places(pages: Tensor, page: int, first: int, last: int) -> Tensor:
+    """Where the tokens ``first .. last - 1`` of one sequence stand in the flat cache."""
+    tokens = torch.arange(first, last, device=pages.device)
+    return pages[tokens // page].long() * page + tokens % page

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from metainfer.kv.store.entries import EntryPages, gather, locate
-from metainfer.ops.attn_sparse.ref import chosen
 from metainfer.ops.common import turn_tail_, wide
-from metainfer.ops.compress.ref import visible_entries
 
 #: Elements of the logits, or of the keys of all queries, of one block.
 BLOCK = 1 << 22
@@ -163,7 +161,7 @@ def _offered(call: _Call, s: int, rows: slice, total: int, every: Tensor | None)
 
     picked = None if call.selected is None else _trimmed(call.selected[rows])
     if picked is None or total <= picked.shape[1]:
-        mask = chosen(call.positions[rows], picked, total, call.ratio)
+        mask = _mask(_visible(call.positions[rows], call.ratio), picked, total)
         used = mask.any(dim=0).nonzero().squeeze(1)
         return read(used), mask[:, used]
     seen = picked >= 0
@@ -176,7 +174,7 @@ def _offered(call: _Call, s: int, rows: slice, total: int, every: Tensor | None)
 def _apart(call: _Call, rows: Tensor, owners: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows [m] of any sequences (`owners` [m]), each with keys of its own, by blocks."""
     d, own = call.q.shape[2], call.positions[rows]
-    seen = visible_entries(own, call.ratio) if call.entries is not None else own.new_zeros(1)
+    seen = _visible(own, call.ratio) if call.entries is not None else own.new_zeros(1)
     most = int(seen.max())
     if call.selected is not None:
         most = min(most, call.selected.shape[1])
@@ -189,13 +187,28 @@ def _apart(call: _Call, rows: Tensor, owners: Tensor) -> Iterator[tuple[Tensor, 
         parts = [_gathered(call.local, call.local_table[mine], near)]
         if call.entries is not None:
             if call.selected is None:
-                total = visible_entries(at, call.ratio)
+                total = _visible(at, call.ratio)
                 every = torch.arange(int(total.max()), device=rows.device)
                 numbers = torch.where(every < total, every, -1)
             else:
                 numbers = _trimmed(call.selected[part])
             parts.append(_gathered(call.entries, call.entry_table[mine], numbers))
         yield part, call.mix(part, parts)
+
+
+def _visible(positions: Tensor, ratio: int) -> Tensor:
+    """Entries whose windows have closed, the own token's among them."""
+    return (positions + 1) // ratio
+
+
+def _mask(seen: Tensor, picked: Tensor | None, total: int) -> Tensor:
+    """bool [m, total]: the entries that each row reads, of the `seen` [m] first or the picked."""
+    if picked is None:
+        return torch.arange(total, device=seen.device) < seen.unsqueeze(1)
+    mask = torch.zeros((len(seen), total + 1), dtype=torch.bool, device=seen.device)
+    rows = torch.arange(len(seen), device=seen.device).unsqueeze(1)
+    mask[rows, torch.where(picked >= 0, picked, total)] = True
+    return mask[:, :total]
 
 
 def _gathered(pages: EntryPages, tables: Tensor, numbers: Tensor) -> Part:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from metainfer.kv.store.entries import EntryPages, StateRows, store
-from metainfer.ops.common import wide
-from metainfer.ops.compress.ref import finish
+from metainfer.ops.common import hadamard, turn_tail_, wide
 
 
 def compress(
@@ -44,8 +43,10 @@ def compress(
         first = (starts[:-1] + shift).index_select(0, sequence)
         taken = _windows(values, gates, state.data, own, first, line, last, ratio, overlap)
         pooled = (torch.softmax(taken[1], dim=1) * taken[0]).sum(dim=1)
-        entries = finish(pooled, weight, cos_sin, own[last] + 1 - ratio, pages, eps)
-        store(pages, slots[last], entries)
+        power = (pooled * pooled).mean(dim=-1, keepdim=True)
+        entries = pooled * (power + eps).rsqrt() * weight.to(pooled.dtype)
+        turn_tail_(entries, cos_sin.index_select(0, own[last] + 1 - ratio))
+        store(pages, slots[last], hadamard(entries) if pages.form.hadamard else entries)
     _keep(values, gates, state.data, own, lens.index_select(0, sequence), line)
 
 

@@ -15,7 +15,6 @@ from metainfer.kv.book.form import EntryForm
 from metainfer.kv.store.entries import EntryPages, gather, locate
 from metainfer.kv.store.entry_codecs import rounded
 from metainfer.ops.common import hadamard, turn_tail_, wide
-from metainfer.ops.compress.ref import visible_entries
 
 #: Elements of the products [rows, heads, entries] of one block.
 BLOCK = 1 << 22
@@ -44,7 +43,7 @@ def index_select(
 ) -> Tensor:
     """See `ref.index_select`. Rows that see at most `top_k` entries take them unscored."""
     starts, lens = query_start.tolist(), context_lens.tolist()
-    seen = visible_entries(positions, ratio).unsqueeze(1)  # [T, 1]
+    seen = ((positions + 1) // ratio).unsqueeze(1)  # [T, 1]
     every = torch.arange(top_k, device=q.device)
     out = torch.where(every < seen, every, -1).int()
     out[starts[-1] :] = -1
