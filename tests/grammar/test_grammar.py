@@ -395,3 +395,10 @@ def test_no_mask_reaches_beyond_the_vocabulary(library: Library, kind: Any) -> N
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")
     assert bits.any() and not bits[SIZE:].any()
     assert not bits[[THINK, DONE, VOID]].any()
+
+
+@both
+def test_a_dot_is_no_newline(library: Library) -> None:
+    state = library.open(regex_spec("a.[.]", "r"), [ord("a")])
+    assert state.allowed(())[ord("b")] and not state.allowed(())[ord("\n")]
+    assert state.allowed([ord("b")]).nonzero()[0].tolist() == [ord(".")]
