@@ -3,7 +3,8 @@
 ``faulty_engine.py FOLDER --address ...``: a file in FOLDER is an order, taken at the next step and
 then deleted: ``nan`` (the first run of the step meets NaN), ``oom`` (the step raises as torch does
 when memory lacks), ``hang`` (it never ends, and lets the interpreter go), ``lock`` (it never ends,
-and holds the interpreter's lock), ``raise`` (an error nobody expects).
+and holds the interpreter's lock), ``raise`` (an error nobody expects). While there is a file
+``slow``, steps take 20 ms longer.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class FaultyEngine(Engine):
         def faulty_run(plan: StepPlan) -> Any:
             nonlocal spoil
             spoil = self._ordered("nan")
+            if (self.folder / "slow").exists():
+                time.sleep(0.02)
             if self._ordered("oom"):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
             if self._ordered("raise"):

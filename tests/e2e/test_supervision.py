@@ -33,12 +33,16 @@ def test_nan_and_lack_of_memory_cost_one_request(server: Faulty) -> None:
     broken = server.complete()
     assert broken.status_code == 500
     assert broken.json()["error"]["code"] == "non_finite_logits"
-    server.order("nan")
-    with httpx.stream("POST", f"{server.base}/v1/completions", json=TEXT | {"stream": True}) as got:
-        lines = [line for line in got.iter_lines() if line.startswith("data: ")]
-    # The fault came with the first token, before any header was sent, or as an event after it.
-    said = json.loads(lines[-1].removeprefix("data: ")) if lines else None
-    assert said is None or said["error"]["code"] == "non_finite_logits"
+    server.order("slow")
+    body = TEXT | {"stream": True, "max_tokens": 400}
+    with httpx.stream("POST", f"{server.base}/v1/completions", json=body, timeout=120) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.order("nan")
+        said = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    (server.orders / "slow").unlink()
+    assert "[DONE]" not in said
+    assert json.loads(said[-1])["error"]["code"] == "non_finite_logits"
     server.order("oom")
     assert server.complete().json()["choices"][0]["text"] == want
     assert server.metric("metainfer_non_finite_requests_total") == 2
@@ -49,6 +53,7 @@ def test_nan_and_lack_of_memory_cost_one_request(server: Faulty) -> None:
 def test_a_killed_engine_is_started_again(server: Faulty) -> None:
     before = server.health()["restarts"]
     want = server.complete().json()["choices"][0]["text"]
+    server.order("slow")  # so that both requests are surely running at the kill
     body = TEXT | {"stream": True, "max_tokens": 500}
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(server.complete(max_tokens=500)))
@@ -59,6 +64,7 @@ def test_a_killed_engine_is_started_again(server: Faulty) -> None:
         assert eventually(lambda: server.health()["running"] == 2)
         os.kill(server.engine(), signal.SIGKILL)
         last = [line for line in lines if line][-1]
+    (server.orders / "slow").unlink()
     asking.join(120)
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
     assert answers[0].status_code == 503
