@@ -158,7 +158,8 @@ class ServerFlags:
             drain_grace_s=self.drain_grace,
             vllm_metrics=self.metrics_compat == "vllm",
             otlp_endpoint=self.otlp_endpoint,
-            stall_s=self.hang_after or float("inf"),
+            # The step that hangs is named first; silence alone comes after it.
+            stall_s=1.5 * self.hang_after or float("inf"),
             max_restarts=self.max_restarts,
         )
 

@@ -86,10 +86,15 @@ def test_b30_a_hang_is_told_and_ended(server: Faulty) -> None:
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(server.complete()))
     asking.start()
-    assert eventually(lambda: server.status() == "stalled")
-    ready = httpx.get(f"{server.base}/health/ready", timeout=30)
-    if ready.json()["status"] == "stalled":  # else the engine was ended in between
-        assert ready.status_code == 503 and "chunk, 1 runs, 3 tokens" in ready.json()["reason"]
+    readings: list[httpx.Response] = []
+
+    def told() -> bool:
+        readings.append(httpx.get(f"{server.base}/health/ready", timeout=30))
+        return readings[-1].json()["status"] == "stalled"
+
+    assert eventually(told)
+    assert readings[-1].status_code == 503
+    assert "chunk, 1 runs, 3 tokens" in readings[-1].json()["reason"]
     asking.join(120)
     assert answers[0].json()["error"]["code"] == "engine_dead"
     assert "it hung in step" in answers[0].json()["error"]["message"]
