@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metainfer.core.errors import RequestError
 from metainfer.server.journal import Journal
 from metainfer.server.restarts import LONGEST_PAUSE_S, WINDOW_S, Restarts
+from metainfer.server.state import ServerConfig, ServerState
 
 
 class Time:
@@ -84,3 +88,27 @@ def test_the_journal_forgets_and_survives_bad_lines() -> None:
     assert len(journal.lines()) == 500 and journal.lines()[0]["message"] == "line 100"
     journal.emit(logging.LogRecord("x", logging.INFO, "f", 1, "%d items", ("many",), None))
     assert journal.lines()[-1]["message"] == "%d items"
+
+
+class Engine:
+    """As much of a client as a status needs."""
+
+    alive, hung, phase = True, "", "weights"
+
+
+def test_a_hang_and_a_restart_are_statuses_with_reasons() -> None:
+    engine = Engine()
+    state = ServerState(ServerConfig(("m",)), engine, None, None)  # type: ignore[arg-type]
+    state.info, state.text = object(), object()  # type: ignore[assignment]
+    assert state.status == "ready"
+    engine.hung = "step 3: decode, 1 runs, 1 tokens, without a result for 9 s"
+    assert state.status == "stalled" and "step 3: decode" in state.reason
+    engine.hung = ""
+    state.restarting, state.back_at = "the engine was killed by SIGKILL", time.monotonic() + 7
+    assert state.status == "restarting" and "SIGKILL" in state.reason and "weights" in state.reason
+    with pytest.raises(RequestError) as caught:
+        state.serving()
+    assert (caught.value.status, caught.value.code) == (503, "engine_dead")
+    assert caught.value.retry_after_s is not None and 1 <= caught.value.retry_after_s <= 7
+    state.restarting, engine.alive = "", False
+    assert state.status == "engine_dead"
