@@ -6,8 +6,9 @@ The server runs over the tests' fake engine, which gives a token every 20 ms. A 
 in a process of its own streams all the time and keeps the gaps between its events: first alone,
 then beside the attack. `loop`: the longest turns of the server's event loop under a tenth of the
 attack in its own processor time, which other work on the machine does not change. Memory is the
-server's resident size (with its checking process), after the first tenth of the requests and at the
-end, when nothing is pending. Prints one JSON document.
+server's resident size (with its checking process), after each tenth of the requests and at the end,
+when nothing is pending: it may rise to what the largest bodies at once need, and must stay there.
+Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TESTS = Path(__file__).parents[1] / "tests" / "server"
 sys.path.insert(0, str(TESTS))
 
 from fake_server import Running, call, chat_body, descendants, eventually, fake_server  # noqa: E402
-from hostile_client import send  # noqa: E402
+from hostile_client import Outcome, send  # noqa: E402
 from hostile_requests import attacks  # noqa: E402
 
 from metainfer.bench.conditions import commit  # noqa: E402
@@ -117,14 +118,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         alone = Watcher(running.port, options.alone).result()
         warm = asyncio.run(send(running.port, wanted[:first], options.at_once))
         eventually(lambda: call(running.port, "GET", "/health").json["pending"] == 0, 60)
-        before = memory(running)
-        rest = len(wanted) - first
-        guess = warm.seconds / first * rest
+        series = [memory(running)]
+        guess = warm.seconds / first * (len(wanted) - first)
         watcher = Watcher(running.port, max(guess * 0.8, 5.0))
-        attack = asyncio.run(send(running.port, wanted[first:], options.at_once))
+        attack = Outcome()
+        for begin in range(first, len(wanted), first):
+            part = wanted[begin : begin + first]
+            attack.add(asyncio.run(send(running.port, part, options.at_once)))
+            series.append(memory(running))
         beside = watcher.result()
         calm = eventually(lambda: call(running.port, "GET", "/health").json["pending"] == 0, 60)
-        after = memory(running)
+        series.append(memory(running))
         fine = call(running.port, "POST", "/v1/chat/completions", chat_body("say:ok")).status
     table: dict[str, dict[str, int]] = {}
     for (family, status), count in sorted((warm.statuses + attack.statuses).items()):
@@ -136,7 +140,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "statuses": table,
         "stream_alone": alone,
         "stream_beside": beside,
-        "memory_mib": {"after_first_tenth": before, "at_end": after},
+        "memory_mib_after_each_tenth_and_at_end": series,
         "calm_at_end": calm,
         "answers_at_end": fine,
     }

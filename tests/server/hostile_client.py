@@ -24,6 +24,12 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    def add(self, other: Outcome) -> None:
+        """Take in what came of more attacks."""
+        self.statuses += other.statuses
+        self.faults += other.faults
+        self.seconds += other.seconds
+
     def note(self, number: int, attack: Attack, received: bytes, silent: bool) -> None:
         found = [int(code) for code in STATUS.findall(received)]
         for code in found or [0]:
