@@ -152,3 +152,16 @@ def test_a_request_that_leaves_does_not_hold_up_the_trial() -> None:
     run(world, lacks, rng)
     assert [world.answers[f"r{n}"].finish for n in (2, 3)] == [FinishReason.LENGTH] * 2
     world.check()
+
+
+def test_members_that_were_not_in_the_step_are_tried_after_those_that_were() -> None:
+    world, rng = world_of(slots=3), random.Random(0)
+    for number in range(4):
+        world.add(request(f"r{number}", [number] * 5, 12))
+    trials = world.scheduler.trials
+    trials._begin([{f"r{number}": 5 for number in range(4)}])
+    failures = [True]
+    step(world, lambda plan, names: bool(failures) and bool(failures.pop()), rng)
+    assert [set(batch) for batch in trials._batches] == [{"r0"}, {"r1", "r2"}, {"r3"}]
+    run(world, lambda plan, names: False, rng)
+    world.check()
