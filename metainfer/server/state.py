@@ -148,6 +148,12 @@ class ServerState:
         }
         return causes[self.status]
 
+    @property
+    def _back_in_s(self) -> float:
+        """Seconds until the engine should be back; 5 when it should have been by now."""
+        left = self.back_at - time.monotonic()
+        return max(left, 1.0) if left > 0 else 5.0
+
     def priority(self, given: int | None) -> int:
         """The scheduler's priority, in which lower runs first."""
         return -(given or 0) if self.config.higher_first else given or 0
@@ -188,7 +194,7 @@ class ServerState:
             status=503,
             error_type="server_error",
             code=_CODES.get(status, status),
-            retry_after_s=max(1.0, self.back_at - time.monotonic()) if self.restarting else 5.0,
+            retry_after_s=self._back_in_s if self.restarting else 5.0,
         )
 
     def admit(self, choices: int) -> None:

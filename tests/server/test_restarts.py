@@ -110,5 +110,9 @@ def test_a_hang_and_a_restart_are_statuses_with_reasons() -> None:
         state.serving()
     assert (caught.value.status, caught.value.code) == (503, "engine_dead")
     assert caught.value.retry_after_s is not None and 1 <= caught.value.retry_after_s <= 7
+    state.back_at = time.monotonic() - 1
+    with pytest.raises(RequestError) as caught:
+        state.serving()
+    assert caught.value.retry_after_s == 5
     state.restarting, engine.alive = "", False
     assert state.status == "engine_dead"
