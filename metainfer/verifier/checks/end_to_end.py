@@ -2,13 +2,13 @@
 
 The bar is the recipe's own distance (every op as the checkpoint's code computes it, in the plan's
 type), times 1.25 in the mean. Rows behind a near tie of a router or a selection are left out: they
-may read what it wrote. Where a bar is missed, ops are given their references one site after the
-other, then call by call; what heals is named.
+may read what it wrote. Where a bar is missed, ops are given their references one after the
+other, then site by site and call by call; what heals is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,8 @@ def _rows(subject: Subject, weights: Weights, run: _Run) -> Iterator[Row]:
     yield Row(
         check=CHECK, what=f"{run.text.name}: best token", error=float(differ - near),
         verdict=PASSED if differ == near else FAILED, tolerance=0.0, unit="rows",
-        detail=f"{near} of {rows} rows differ at a near tie" if near else "", named=named, **sides,
+        detail=f"{near} of {rows} rows differ at a near tie" if near else "", named=named, where=where,
+        **sides,
     )  # fmt: skip
     if run.truth.choices:
         yield Row(
@@ -153,7 +154,7 @@ def _rows(subject: Subject, weights: Weights, run: _Run) -> Iterator[Row]:
 def _healed(
     subject: Subject, weights: Weights, run: _Run, most: Distance
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(rules that are broken, places): the site whose reference heals, then the call."""
+    """(ops that are wrong, places): the op whose reference heals, then its site, then the call."""
     subject.say(f"  {run.text.name} misses its bar; looking for the op that heals it ...")
 
     def near(sites: Sequence[str], calls: Sequence[int] | None = None) -> float:
@@ -163,18 +164,33 @@ def _healed(
         found = again.distance(side, rows)
         return float("inf") if wrong else max(found.mean / most.mean, found.worst / most.worst)
 
+    sites: dict[str, list[str]] = {}  # by op
     trace: Trace = subject.main.probe
-    sites = list(dict.fromkeys(site for _, site, _ in trace.calls if site != "sample"))
-    left = {site: near([site]) for site in sites}
-    healing = [site for site in sites if left[site] <= 1.0]
-    if not healing:
-        if near(sites) > 1.0:
-            return ("not in an op",), ()
-        ranked = sorted(sites, key=lambda site: left[site])
-        count = next(n for n in range(2, len(ranked) + 1) if near(ranked[:n]) <= 1.0)
-        return tuple(f"op {site}" for site in ranked[:count]), tuple(ranked[:count])
-    site = min(healing, key=lambda name: left[name])
+    for _, site, impl in trace.calls:
+        listed = sites.setdefault(impl.partition("/")[0], [])
+        if site not in listed:
+            listed.append(site)
+    sites.pop("sample", None)
+    left = {op: near(listed) for op, listed in sites.items()}
+    ranked = sorted(sites, key=lambda op: left[op])
+    counts = range(1, len(ranked) + 1)
+    joined = ([site for op in ranked[:count] for site in sites[op]] for count in counts)
+    count = next((n for n, some in zip(counts, joined, strict=True) if near(some) <= 1.0), 0)
+    if not count:
+        return ("not in an op",), ()
+    names = tuple(f"op {op}" for op in ranked[:count])
+    if count > 1:
+        return names, tuple(ranked[:count])
+    alone = [site for site in sites[ranked[0]] if near([site]) <= 1.0]
+    if not alone:
+        return names, tuple(sites[ranked[0]])
+    return names, _calls(subject, alone[0], near)
+
+
+def _calls(
+    subject: Subject, site: str, near: Callable[[Sequence[str], Sequence[int]], float]
+) -> tuple[str, ...]:
+    """The calls of a site, each of which heals by itself; else all of them."""
     calls = subject.main.probe.calls_of(site)
     alone = [n for n in range(calls) if near([site], [n]) <= 1.0] if 1 < calls <= 64 else []
-    where = [f"{site}, call {n + 1} of {calls}" for n in alone] or [f"{site}, every call"]
-    return (f"op {site}",), tuple(where)
+    return tuple(f"{site}, call {n + 1} of {calls}" for n in alone) or (f"{site}, every call",)
