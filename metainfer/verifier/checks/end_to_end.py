@@ -140,8 +140,8 @@ def _rows(subject: Subject, weights: Weights, run: _Run) -> Iterator[Row]:
     yield Row(
         check=CHECK, what=f"{run.text.name}: best token", error=float(differ - near),
         verdict=PASSED if differ == near else FAILED, tolerance=0.0, unit="rows",
-        detail=f"{near} of {rows} rows differ at a near tie" if near else "", named=named, where=where,
-        **sides,
+        detail=f"{near} of {rows} rows differ at a near tie" if near else "", named=named,
+        where=where, **sides,
     )  # fmt: skip
     if run.truth.choices:
         yield Row(
