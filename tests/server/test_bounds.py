@@ -144,8 +144,7 @@ def test_over_http_with_one_queue_rule_and_a_measured_wait() -> None:
         prompts = {"model": "fake", "prompt": ["a"] * 4, "max_tokens": 1}
         full = call(running.port, "POST", "/v1/completions", prompts)
         assert (full.status, full.json["error"]["code"]) == (429, "queue_full")
-        # Three ended within far less than a second each: a place is free at once.
-        assert full.headers["retry-after"] == "1"
+        assert 1 <= int(full.headers["retry-after"]) <= 60
         assert eventually(lambda: call(running.port, "GET", "/health").json["pending"] == 0)
 
 
