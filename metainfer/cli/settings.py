@@ -254,8 +254,14 @@ def _file_items(path: Path, verb: Verb, verbs: Mapping[Chain, Verb], made: Setti
             unused.append(entry.key)
         else:
             raise _unknown(entry, said, verb)
+    parts = [(said, words) for said, words in aliased if vllm_names.is_part(words[0])]
+    if parts:  # -tp, -dp and -ep are one layout
+        lines = ", ".join(said.rpartition(" ")[2] for said, _ in parts)
+        said = f"{CONFIG} {path} line {lines}"
+        found += _items([word for _, words in parts for word in words], verb, made, said)
     for said, words in aliased:
-        found += _items(words, verb, made, said)
+        if not vllm_names.is_part(words[0]):
+            found += _items(words, verb, made, said)
     _once(found, {i.flag.name: i.said for i in found if i.flag is not None and "(" in i.said})
     if unused:
         made.notes.append(f"{CONFIG} {path}: {', '.join(unused)} not used by {verb.name}")

@@ -218,6 +218,12 @@ ALIASES: tuple[Alias, ...] = (
 BY_NAME: dict[str, Alias] = {name: alias for alias in ALIASES for name in alias.names}
 
 
+def is_part(name: str) -> bool:
+    """Whether a spelling is a part of ``--parallel``."""
+    alias = BY_NAME.get(name)
+    return alias is not None and bool(alias.part)
+
+
 def equals(flag: str) -> tuple[str, ...]:
     """vLLM's spellings of our `flag`."""
     return tuple(name for alias in ALIASES if alias.ours == flag for name in alias.names)

@@ -88,6 +88,14 @@ def test_a_file_sets_flags_and_every_value_knows_its_line(
     assert "max-num-seqs" in made.given["--concurrency"].said
 
 
+def test_the_parts_of_a_layout_are_one_flag(tmp_path: Path) -> None:
+    path = tmp_path / "v.yaml"
+    path.write_text("tensor-parallel-size: 2\nport: 1\ndata-parallel-size: 4\n")
+    made = settings.gather(["serve", "m", "--config", str(path)], VERBS)
+    assert bound(made)["parallel"] == "4xtp2"
+    assert made.given["--parallel"].said.startswith(f"--config {path} line 1, 3 (")
+
+
 def test_the_plan_says_who_set_it(tmp_path: Path) -> None:
     path = tmp_path / "s.toml"
     path.write_text("\ncontext = 64\nport = 1\n")
