@@ -11,6 +11,7 @@ from metainfer.core.step import Phase
 from metainfer.kernels.impl import Context, OpRequest
 from metainfer.kernels.select import objections
 from metainfer.ops.catalog import builtin_registry
+from metainfer.ops.lora import torch_lora
 from metainfer.ops.lora.cases import cases
 from metainfer.ops.lora.rows import AdapterRows, groups_of
 from metainfer.ops.lora.torch_lora import lora, lora_grouped
@@ -94,3 +95,29 @@ def test_a_model_without_adapters_asks_for_none() -> None:
     arch = open_model("random:tiny-llama").arch
     asked = arch.op_requests(Phase.DECODE, 8, 8, "float32", {}, 32)
     assert not [request for request in asked if request.op == "lora"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("rows", "threads"), [(4, 1), (4096, 2)])
+def test_small_calls_wake_no_threads(
+    version, rows: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever comes next finds the setting as it was, whatever happened."""
+    seen: list[int] = []
+
+    def watched(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr(torch_lora, "_product", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        a, b = torch.ones(1, 1, 8, 256), torch.ones(256, 1, 8)
+        where = AdapterRows(torch.zeros(rows, dtype=torch.int64))
+        given = (torch.ones(rows, 256), torch.ones(rows, 256), a, b, torch.ones(1, 1), where)
+        with pytest.raises(RuntimeError, match="stop here"):
+            version(*given, spans=((0, 256),))
+        assert (seen, torch.get_num_threads()) == ([threads], 2)
+    finally:
+        torch.set_num_threads(before)
