@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from metainfer import __version__
 from metainfer.core.digest import digest, to_plain
 from metainfer.core.plan import Plan
 from metainfer.core.records import Record, RecordStore
@@ -55,7 +56,7 @@ def keep(store: RecordStore, plan: Plan, passed: bool, failures: Sequence[str], 
         "proven": proven(plan),
     }
     for key in (plan.model.reference, f"{plan.model.reference}@{digest(proven(plan))}"):
-        store.put(Record(KIND, key, payload, {"seed": seed}))
+        store.put(Record(KIND, key, payload, {"seed": seed, "version": __version__}))
 
 
 def status(store: RecordStore, plan: Plan) -> dict[str, Any]:
