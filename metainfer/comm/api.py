@@ -7,7 +7,7 @@ backend that was refused or slower. A running collective never changes its path.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from metainfer.comm.agree import Exchange, agree
@@ -24,7 +24,10 @@ from metainfer.core.errors import InternalError
 class Backend(Protocol):
     """What carries a plan out: one rank of a group that is open."""
 
-    def run(self, plan: CommPlan, given: Any, out: Any = None, **extras: Any) -> Any: ...
+    @property
+    def run(self) -> Callable[..., Any]:
+        """``run(plan, given, out=None)``, and with `side` and `rows` where it has slabs."""
+        ...
 
     def close(self) -> None: ...
 
