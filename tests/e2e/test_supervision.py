@@ -22,7 +22,9 @@ from metainfer.server.run import _last_words
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
     folder = tmp_path_factory.mktemp("faulty")
-    with faulty(folder, "--max-restarts", "9", "--hang-after", "4") as running:
+    environ = {"METAINFER_CACHE": str(own_cache(folder))}
+    flags = ("--max-restarts", "9", "--hang-after", "4")
+    with faulty(folder, *flags, environ=environ) as running:
         yield running
 
 
