@@ -116,7 +116,8 @@ def test_serve_refuses_what_several_cards_would_hold(monkeypatch: pytest.MonkeyP
             raise AssertionError("a plan of several ranks went on")
 
     monkeypatch.setattr(engine, "open_machine", lambda platform: Cards())
-    with pytest.raises(RefusedError, match="layouts over several cards are not built yet") as caught:
+    told = "layouts over several cards are not built yet"
+    with pytest.raises(RefusedError, match=told) as caught:
         engine.Engine(Intent(model=FLASH)).start()
     assert caught.value.code == "not_built" and "8 devices" in caught.value.cause
     assert {reason.code for reason in caught.value.reasons} == {"memory", "not-built"}
