@@ -17,6 +17,9 @@ from metainfer.scheduler.depth import DepthController
 from metainfer.scheduler.domain import Domain
 from metainfer.scheduler.sequence import Sequence
 
+PATIENCE, PAUSE, LONGEST_PAUSE = 3, 8, 256
+"""Runs of a request in vain before it pauses, tokens of its first pause, of its longest (seeds)."""
+
 
 class Drafting:
     """Turns decode runs of a plan under construction into verify runs.
@@ -35,6 +38,7 @@ class Drafting:
         self._decoding = 0
         adapts = self.active and config.adaptive_drafts
         self._depth = DepthController(config.max_drafts) if adapts else None
+        self._vain: dict[str, tuple[int, int]] = {}  # request -> runs in vain, drafts again from
 
     def aim(self, decoding: int) -> None:
         """Set the depth of a step in which `decoding` sequences of a domain decode at most."""
@@ -54,12 +58,24 @@ class Drafting:
         runs, alone = [], True
         for (seq, run), answer in zip(flight.entries, result.runs, strict=True):
             decodes = run.samples and run.start + 1 >= seq.prompt_len
+            if run.drafts:
+                self._pause(seq, answer.accepted_drafts)
             if decodes and len(run.tokens) == 1 + run.drafts:
                 runs.append((run.drafts, answer.accepted_drafts))
             else:
                 alone = False
         seconds = result.seconds + flight.drafting_s if alone and result.seconds > 0 else None
         self._depth.note(flight.decoding, flight.aimed, runs, seconds)
+
+    def _pause(self, seq: Sequence, accepted: int) -> None:
+        """A request whose drafts are all wrong pauses, longer each time: its text is not like the
+        others', and they need not lose their drafts for it."""
+        if accepted:
+            self._vain.pop(seq.request_id, None)
+        elif not seq.done:
+            vain = self._vain.get(seq.request_id, (0, 0))[0] + 1
+            pause = min(PAUSE << min(vain - PATIENCE, 8), LONGEST_PAUSE) if vain >= PATIENCE else 0
+            self._vain[seq.request_id] = (vain, len(seq.tokens) + 1 + pause)
 
     @property
     def alarm(self) -> str:
@@ -133,6 +149,8 @@ class Drafting:
     def _drafts(self, domain: Domain, seq: Sequence, end: int, spare: int) -> tuple[int, ...]:
         """Drafts for a run that ends at `end`, as many as limits, budget and pages allow."""
         kv = domain.kv
+        if end < self._vain.get(seq.request_id, (0, 0))[1]:
+            return ()
         limit = min(self.aimed, kv.draft_limit, seq.stop_at - end, spare)
         if self._device:
             limit = min(limit, seq.proposals)
@@ -165,6 +183,7 @@ class Drafting:
     def forget(self, seq: Sequence) -> None:
         """The sequence ended or was put back."""
         seq.hold, seq.proposals = None, 0
+        self._vain.pop(seq.request_id, None)
         if self.source is not None:
             self.source.forget(seq.request_id)
 

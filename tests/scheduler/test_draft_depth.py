@@ -293,3 +293,38 @@ def test_a_draft_follows_every_token_that_is_known() -> None:
     one.check()
     counters = one.scheduler.counters
     assert counters.accepted_drafts == counters.drafted_tokens > 40
+
+
+class One(True_):
+    """Right for every request but one."""
+
+    def propose(self, item: object, at: object, count: int) -> list[int]:
+        found = super().propose(item, at, count)
+        if item.request_id == "r1":  # type: ignore[attr-defined]
+            found = [(token + 1) % VOCAB for token in found]
+        return found
+
+
+def test_b24_a_request_whose_drafts_are_all_wrong_pauses_alone() -> None:
+    guess = One(0)
+    one = World(
+        sizes_of(groups_of("dense", 8), pages=90, slots=2),
+        config_of(max_running=2, max_drafts=4, adaptive_drafts=True, max_context=300),
+        drafts=guess,
+        cost=NullCost(0.01, 0.001, 0.0001),
+    )
+    guess.world = one  # type: ignore[assignment]
+    one.keep_plans = True
+    one.add(request("r0", [1, 2, 3], 250))
+    one.add(request("r1", [4, 5, 6], 60))
+    one.run()
+    one.check()
+    slots = {entry.request_id: entry.slot for plan in one.plans for entry in plan.new}
+    drafted = dict.fromkeys(slots, 0)
+    for plan in one.plans:
+        for run in (r for s in plan.segments for rank in s.ranks for r in rank.runs):
+            drafted[next(name for name, slot in slots.items() if slot == run.slot)] += (
+                run.drafts > 0
+            )
+    assert drafted["r0"] > 25 and 3 <= drafted["r1"] <= 7
+    assert not one.scheduler.drafting._vain
