@@ -17,6 +17,8 @@ from metainfer.scheduler.depth import DepthController
 from metainfer.scheduler.domain import Domain
 from metainfer.scheduler.sequence import Sequence
 
+UNPROVED = 2
+"""Drafts of a request none of whose was accepted yet, where the depth follows gain (seed)."""
 PATIENCE, PAUSE, LONGEST_PAUSE = 3, 8, 256
 """Runs of a request in vain before it pauses, tokens of its first pause, of its longest (seeds)."""
 
@@ -70,9 +72,11 @@ class Drafting:
     def _pause(self, seq: Sequence, accepted: int) -> None:
         """A request whose drafts are all wrong pauses, longer each time: its text is not like the
         others', and they need not lose their drafts for it."""
+        if seq.done:
+            return
         if accepted:
-            self._vain.pop(seq.request_id, None)
-        elif not seq.done:
+            self._vain[seq.request_id] = (0, 0)
+        else:
             vain = self._vain.get(seq.request_id, (0, 0))[0] + 1
             pause = min(PAUSE << min(vain - PATIENCE, 8), LONGEST_PAUSE) if vain >= PATIENCE else 0
             self._vain[seq.request_id] = (vain, len(seq.tokens) + 1 + pause)
@@ -149,9 +153,11 @@ class Drafting:
     def _drafts(self, domain: Domain, seq: Sequence, end: int, spare: int) -> tuple[int, ...]:
         """Drafts for a run that ends at `end`, as many as limits, budget and pages allow."""
         kv = domain.kv
-        if end < self._vain.get(seq.request_id, (0, 0))[1]:
+        vain, again = self._vain.get(seq.request_id, (1, 0))
+        if end < again:
             return ()
-        limit = min(self.aimed, kv.draft_limit, seq.stop_at - end, spare)
+        most = min(self.aimed, UNPROVED) if vain and self._depth is not None else self.aimed
+        limit = min(most, kv.draft_limit, seq.stop_at - end, spare)
         if self._device:
             limit = min(limit, seq.proposals)
         limit = min(limit, kv.fit(_account(seq), end + max(limit, 0)) - end)
