@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import tokenizer_folder
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 RESULTS = HERE.parent / "results"
@@ -115,8 +117,10 @@ def run(tool: str, venv: Path | None) -> bool:
         folder = Path(name)
         python = environment(venv or folder / "venv", told)
         out = folder / "checks.json"
+        tokenizer = tokenizer_folder.write(MODEL, folder / "tokenizer")
         with server(folder, told.get("SERVER", [])) as url:
             given = {"CHECK_URL": url, "CHECK_MODEL": MODEL, "CHECK_OUT": str(out)}
+            given["CHECK_TOKENIZER"] = str(tokenizer)
             subprocess.run([str(python), str(file)], cwd=folder, env=os.environ | given)
         found = json.loads(out.read_text()) if out.exists() else []
         result = {
