@@ -19,7 +19,7 @@ demo: $(VENV)/.base ## install, fetch SmolLM2-135M, serve it, stream an answer t
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev $(TRITONS) $(CLIENTS) lint types ## everything that CI runs
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(VENV)/.dev ## style and import arrows
 	$(BIN)/ruff check .
