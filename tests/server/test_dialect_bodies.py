@@ -68,6 +68,13 @@ def test_a_text_is_a_users_message() -> None:
     assert got["max_completion_tokens"] == 9
 
 
+def test_an_answers_end_is_chosen_as_in_chat() -> None:
+    got = chat("responses", stop=["."], ignore_eos=True, max_output_tokens=9)
+    assert (got["stop"], got["ignore_eos"], got["max_completion_tokens"]) == (["."], True, 9)
+    error = refused("responses", stop=5)
+    assert error.param == "stop"
+
+
 def test_items_of_one_answer_are_one_turn() -> None:
     items = [
         said("developer", "Be brief."),

@@ -24,6 +24,7 @@ from metainfer.server.schemas import (
     Effort,
     Label,
     Salt,
+    Stops,
     Temperature,
     TopP,
     Variables,
@@ -193,6 +194,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     stream_options: ResponseStreamOptions | None = None
     user: Label | None = None
 
+    stop: Stops | None = None
+    ignore_eos: bool | None = None
     chat_template_kwargs: Variables | None = None
     cache_salt: Salt | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -329,6 +332,8 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, Names]:
             "max_completion_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
+            "stop": body.stop,
+            "ignore_eos": body.ignore_eos,
             "tools": [_tool(place, tool) for place, tool in enumerate(body.tools or ())] or None,
             "tool_choice": _choice(body.tool_choice),
             "parallel_tool_calls": body.parallel_tool_calls,
