@@ -9,7 +9,7 @@ it is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
@@ -25,7 +25,7 @@ from metainfer.planner.phases import record_phases
 from metainfer.planner.predict import Prediction, predict, record_speed
 from metainfer.planner.ranks import UNKNOWN_MEMORY, Cards, Held
 from metainfer.planner.steps import StepCost, step_cost
-from metainfer.platform.facts import CPU
+from metainfer.platform.facts import CPU, Facts
 
 _ROOM = (DOES_NOT_FIT, UNKNOWN_MEMORY)
 
@@ -192,6 +192,7 @@ def _judge(
     if cannot:
         return Candidate(layout=layout, cannot=cannot, planned_only=planned_only)
     step, limit = cards.limits.step_tokens, cards.arch.max_context
+    facts = _of_a_rank(cards.facts, layout)
     calibration = None
     if layout.ranks == 1 and cards.measured is not nothing_measured:
         calibration = cards.measured(key(cards.arch, cards.dtype, chosen.bundle, cards.threads))
@@ -203,17 +204,27 @@ def _judge(
         prediction=predict(
             cards.counted,
             held,
-            cards.facts,
+            facts,
             cards.dtype,
             running=min(held.running, cards.limits.max_running),
             step_tokens=step,
             calibration=calibration,
         ),
-        cost=step_cost(cards.counted, held, cards.facts, cards.dtype),
+        cost=step_cost(cards.counted, held, facts, cards.dtype),
         calibration=calibration,
         longest=held.longest(step, limit),
         pairs=held.pairs(step, limit),
     )
+
+
+def _of_a_rank(facts: Facts, layout: LayoutPlan) -> Facts:
+    """What one rank can count on: processes of a host share its cores and its memory."""
+    device, ranks = facts.device, layout.ranks
+    if device.kind != CPU or ranks == 1:
+        return facts
+    read = None if device.read_bytes_s is None else device.read_bytes_s / ranks
+    dots = {dtype: rate / ranks for dtype, rate in device.dot_flops.items()}
+    return replace(facts, devices=(replace(device, read_bytes_s=read, dot_flops=dots),))
 
 
 def _advisable(
@@ -368,6 +379,11 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
     ledger.record("phase_layout", name, Origin.DERIVED, "the same for every phase")
     domains = chosen.layout.data
     ledger.record("kv_domains", domains, Origin.DERIVED, f"attention domains of {name}")
+    if chosen.built and chosen.layout.ranks > 1:
+        met = "processes of this host meet in its memory; sums are exact, in rank order"
+        talks = max(chosen.layout.tensor, chosen.layout.expert) > 1
+        path, said = ("shm_cpu", met) if talks else ("none", "replicas share nothing")
+        ledger.record("collectives", path, Origin.DERIVED, said)
     if devices > 1:
         others = tuple(
             Loser(each.layout.name, _lost(each, best, goal, feasible))

@@ -21,9 +21,12 @@ from speculation import DEEPEST, FAMILIES, Mixed, drafted_by, pool_bytes
 from test_invariance import same
 
 from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.intent import Intent
 from metainfer.core.request import SamplingParams
 from metainfer.engine.engine import Engine
+from metainfer.engine.machine import open_machine
 from metainfer.executor.ranks import RankExecutor
+from metainfer.planner.opening import open_model
 from metainfer.workers.group import GroupError
 from metainfer.workers.ranks import ProcessGroup
 
@@ -157,6 +160,8 @@ def test_every_rank_holds_its_part_once(
     engine = engine_of(folders, "deepseek-v4", parallel="tp2ep2", concurrency=2)
     closing.append(engine)
     assert engine.resolved is not None
+    decided = {each.key: each.value for each in engine.resolved.plan.decisions}
+    assert decided["collectives"] == "shm_cpu" and decided["layouts"] == "tp2ep2"
     held = group_of(engine).call("held_bytes")
     rows = engine.resolved.plan.ledger
     for kind in ("weights", "kv"):
@@ -195,6 +200,16 @@ def test_b17_a_rank_that_plans_otherwise_stops_the_start(
     monkeypatch.setattr(rank, "facts_of", told)
     with pytest.raises(GroupError, match=r"limits.step_tokens: 77 on rank 0, \d+ on rank 1"):
         engine_of(folders, "llama", parallel="tp2")
+
+
+def test_ranks_of_one_host_are_not_promised_its_rates_twice(folders: dict[str, Path]) -> None:
+    wish = Intent(model=str(folders["llama"]), parallel="2x")
+    found = open_machine().resolve(open_model(str(folders["llama"])), wish)
+    rates = {
+        each.layout.name: each.prediction.decode_tok_s for each in found.layouts if each.prediction
+    }
+    assert rates["2x"] is not None and rates["single"] is not None
+    assert rates["2x"] <= rates["single"] * 1.01
 
 
 def test_what_cannot_be_spread_is_refused_before_anything_loads(folders: dict[str, Path]) -> None:
