@@ -118,6 +118,7 @@ def run(tool: str, venv: Path | None) -> bool:
         python = environment(venv or folder / "venv", told)
         out = folder / "checks.json"
         tokenizer = tokenizer_folder.write(MODEL, folder / "tokenizer")
+        commit = _commit()  # before the server: the tree may move on while it runs
         with server(folder, told.get("SERVER", [])) as url:
             given = {"CHECK_URL": url, "CHECK_MODEL": MODEL, "CHECK_OUT": str(out)}
             given["CHECK_TOKENIZER"] = str(tokenizer)
@@ -128,7 +129,7 @@ def run(tool: str, venv: Path | None) -> bool:
             "versions": versions(python, told["REPORTS"]),
             "python": platform.python_version(),
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-            "commit": _commit(),
+            "commit": commit,
             "model": MODEL,
             "server": told.get("SERVER", []),
             "passed": sum(check["passed"] for check in found),
