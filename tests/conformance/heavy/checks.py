@@ -14,6 +14,7 @@ from typing import Any
 URL = os.environ.get("CHECK_URL", "")
 MODEL = os.environ.get("CHECK_MODEL", "")
 TOKENIZER = os.environ.get("CHECK_TOKENIZER", "")
+PYTHON = os.environ.get("CHECK_PYTHON", "")
 
 
 def run(names: Mapping[str, Any]) -> None:

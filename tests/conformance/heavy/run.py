@@ -45,7 +45,7 @@ def literals(file: Path) -> dict[str, Any]:
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
-            if name in ("REQUIRES", "REPORTS", "SERVER", "PIP"):
+            if name in ("REQUIRES", "BARE", "REPORTS", "SERVER", "PIP"):
                 found[name] = ast.literal_eval(node.value)
     return found
 
@@ -58,6 +58,8 @@ def environment(folder: Path, told: dict[str, Any]) -> Path:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.run([*install, *told.get("PIP", ()), *told["REQUIRES"]], check=True)
+        if "BARE" in told:
+            subprocess.run([*install, "--no-deps", *told["BARE"]], check=True)
     return python
 
 
@@ -121,7 +123,7 @@ def run(tool: str, venv: Path | None) -> bool:
         commit = _commit()  # before the server: the tree may move on while it runs
         with server(folder, told.get("SERVER", [])) as url:
             given = {"CHECK_URL": url, "CHECK_MODEL": MODEL, "CHECK_OUT": str(out)}
-            given["CHECK_TOKENIZER"] = str(tokenizer)
+            given |= {"CHECK_TOKENIZER": str(tokenizer), "CHECK_PYTHON": sys.executable}
             subprocess.run([str(python), str(file)], cwd=folder, env=os.environ | given)
         found = json.loads(out.read_text()) if out.exists() else []
         result = {
