@@ -226,7 +226,7 @@ class LocalExecutor:
             logits = parts.model.logits(hidden, inputs, phase_ops)
             results = finish_runs(logits, rank.runs, self._slots, phase_ops, guard=guard)
         if guard:
-            _check_silent_rows(getattr(hidden, "normed", hidden), rank.runs, results)
+            _check_silent_rows(parts.model.normed(hidden), rank.runs, results)
         if drafter is not None and segment.stop_layer == ALL_LAYERS:
             propose(drafter, hidden, inputs, rank.runs, results, self._slots, phase_ops)
         return results

@@ -77,6 +77,10 @@ class DeepSeekV4Model:
         x = ops.hyper_head(streams, *self.collapse, norm_eps=arch.norm_eps, eps=arch.hyper_eps)
         return Hidden(ops.rmsnorm(x, self.norm, arch.norm_eps), streams)
 
+    def normed(self, hidden: Hidden) -> Tensor:
+        """What the head reads of `forward`'s result, for all rows [T, D]."""
+        return hidden.normed
+
     def logits(self, hidden: Hidden, inputs: SegmentInputs, ops: PhaseOps) -> Tensor:
         """Logits [R, V] of the rows that need them, in float32 as the recipe has them."""
         rows = hidden.normed if inputs.logit_rows is None else hidden.normed[inputs.logit_rows]

@@ -107,6 +107,10 @@ class DenseModel:
             x, residual = ops.add_rmsnorm(y, residual, self._norm_of(index + 1), eps)
         return x
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head reads of `forward`'s result, for all rows [T, H]."""
+        return hidden
+
     def logits(self, hidden: torch.Tensor, inputs: SegmentInputs, ops: PhaseOps) -> torch.Tensor:
         """Logits [R, V] of the rows that need them, from `forward`'s result [T, H]."""
         rows = hidden if inputs.logit_rows is None else hidden[inputs.logit_rows]
