@@ -19,7 +19,13 @@ from metainfer.kernels.impl import Layout
 from metainfer.kernels.select import Selection
 from metainfer.planner.calibration import Calibration, key, nothing_measured
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
-from metainfer.planner.layouts import NOT_BUILT, enumerate_layouts, processes, runs
+from metainfer.planner.layouts import (
+    MOST_PROCESSES,
+    NOT_BUILT,
+    enumerate_layouts,
+    processes,
+    runs,
+)
 from metainfer.planner.limits import CacheTooSmall, longest_context
 from metainfer.planner.phases import record_phases
 from metainfer.planner.predict import Prediction, predict, record_speed
@@ -100,11 +106,7 @@ def search(
         devices = processes(asked, experts)
     layouts = enumerate_layouts(devices, experts)
     if asked is not None and asked not in [layout.name for layout in layouts]:
-        raise UsageError(
-            f"layout {asked!r} does not exist for this model on {devices} devices.",
-            f"There is: {', '.join(layout.name for layout in layouts)}.",
-            code="unknown_parallel",
-        )
+        raise _unknown(asked, devices, cards)
     found = tuple(_judge(cards, layout, selection_of, packing_of) for layout in layouts)
     feasible = [each for each in found if each.feasible]
     if asked is not None:
@@ -119,6 +121,19 @@ def search(
     best = best_for(feasible, cards.intent.goal)
     _record(ledger, Found(chosen, best, found), cards, origin)
     return Found(chosen, best, found)
+
+
+def _unknown(asked: str, devices: int, cards: Cards) -> UsageError:
+    """No layout has that name here; says which names there are."""
+    on_cpu, experts = cards.facts.device.kind == CPU, cards.arch.routed_experts
+    names = [each.name for each in enumerate_layouts(2 if on_cpu else devices, experts)]
+    more = f", and so on up to {MOST_PROCESSES} processes of this host" if on_cpu else ""
+    where = "a CPU" if on_cpu else f"{devices} devices"
+    return UsageError(
+        f"layout {asked!r} does not exist for this model on {where}.",
+        f"There is: {', '.join(names)}{more}.",
+        code="unknown_parallel",
+    )
 
 
 def unbuilt(layout: LayoutPlan, candidates: Sequence[Candidate]) -> RefusedError | None:

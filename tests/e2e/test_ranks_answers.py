@@ -218,7 +218,8 @@ def test_what_cannot_be_spread_is_refused_before_anything_loads(folders: dict[st
     text = str(caught.value)
     for reason in ("6 query heads do not divide by 4", "2 KV heads do not divide by 4"):
         assert reason in text
-    with pytest.raises(UsageError, match="'tp9' does not exist"):
+    told = r"'tp9' does not exist for this model on a CPU. There is: single, 2x, tp2, and so on up"
+    with pytest.raises(UsageError, match=told):
         engine_of(folders, "llama", parallel="tp9")
     with pytest.raises(UsageError, match="'ep2' does not exist"):
         engine_of(folders, "llama", parallel="ep2")
