@@ -4,7 +4,8 @@
 then deleted: ``nan`` (the first run of the step meets NaN), ``oom`` (the step raises as torch does
 when memory lacks), ``hang`` (it never ends, and lets the interpreter go), ``lock`` (it never ends,
 and holds the interpreter's lock), ``raise`` (an error nobody expects). While there is a file
-``slow``, steps take 20 ms longer.
+``slow``, steps take 20 ms longer; while there is ``hold``, none is taken after one that brought
+tokens: answers stay open for as long as somebody looks, and messages are obeyed.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 
 import torch
 
-from metainfer.core.step import Segment, StepPlan
+from metainfer.core.step import RequestOutput, Segment, StepPlan
 from metainfer.engine import process
 from metainfer.engine.engine import Engine
+from metainfer.engine.protocol import EngineStats
 
 FAULTS = ("nan", "oom", "hang", "lock", "raise")
 
@@ -28,6 +30,16 @@ class FaultyEngine(Engine):
     """An engine whose device obeys orders."""
 
     folder = Path()
+    _held = False
+
+    def step(self) -> tuple[list[RequestOutput], EngineStats]:
+        self._held &= (self.folder / "hold").exists()
+        if self._held:
+            time.sleep(0.005)
+            return [], self.stats()
+        outputs, stats = super().step()
+        self._held = any(output.tokens for output in outputs)
+        return outputs, stats
 
     def start(self) -> Any:
         info = super().start()

@@ -67,10 +67,14 @@ class Faulty:
         return httpx.post(f"{self.base}/v1/completions", json=TEXT | changes, timeout=120)
 
     def metric(self, name: str) -> float:
+        return self.metrics(name)[0]
+
+    def metrics(self, *names: str) -> list[float]:
+        """Values out of one page, so of one moment."""
         page = httpx.get(f"{self.base}/metrics", timeout=30).text
-        found = re.search(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", page, re.MULTILINE)
-        assert found, f"no metric {name}"
-        return float(found[1])
+        found = [re.search(rf"^{n}(?:\{{[^}}]*\}})? (\S+)$", page, re.MULTILINE) for n in names]
+        assert all(found), f"no metric {names}"
+        return [float(value[1]) for value in found if value]
 
     def engine(self) -> int:
         for child in psutil.Process(self.process.pid).children(recursive=True):

@@ -28,6 +28,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
         yield running
 
 
+def test_a_client_that_leaves_frees_its_pages(server: Faulty) -> None:
+    """`hold` keeps the sixteen answers open while somebody looks, however long that takes."""
+    names = [f"metainfer_requests_{what}" for what in ("running", "waiting")]
+    names.append("metainfer_kv_cache_usage_ratio")
+    assert server.metrics(*names) == [0, 0, 0]
+    server.order("hold")
+    body = TEXT | {"prompt": [5] * 300, "max_tokens": 200, "stream": True, "n": 16}
+    with httpx.stream("POST", f"{server.base}/v1/completions", json=body, timeout=120) as answer:
+        assert answer.status_code == 200
+        assert eventually(lambda: sum(server.metrics(*names)[:2]) == 16)
+        running, _, used = server.metrics(*names)
+        assert running > 0 and used > 0
+    assert eventually(lambda: sum(server.metrics(*names)[:2]) == 0)
+    assert server.metrics(*names) == [0, 0, 0]
+    (server.orders / "hold").unlink()
+    ended = httpx.get(f"{server.base}/page/status", timeout=30).json()["requests"]
+    assert (ended["finished"], ended["cancelled"]) == (0, 1)
+
+
 def test_nan_and_lack_of_memory_cost_one_request(server: Faulty) -> None:
     """Law 1: an error with its code, as an answer and as an event; then all is as before."""
     want = server.complete().json()["choices"][0]["text"]
