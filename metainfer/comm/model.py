@@ -16,6 +16,7 @@ host one_shot       T0 + h_host + (S + (N-1) S) / Bd, Bd = min(B, DRAM / N)
 host two_shot       T0 + 2 h_host + max(S, 2 (N-1)/N S) / Bd, both at most 0.8 duplex
 host copy           36 + as two_shot, at most the duplex rate
 nccl                bracket: 6.6 + steps or 8.4 + 5.7 steps, with 2 (N-1)/N S / busbw
+nccl, no peers      15.5 + steps + 2 w or 29 + 5.7 steps + w, w 1.65 times what copy sends
 ==================  ===============================================================
 """
 
@@ -31,6 +32,9 @@ KIB, MIB = 1 << 10, 1 << 20
 FAN_IN = 0.46
 """A port that n senders write into at once gives n ** -FAN_IN of its rate: fitted once, to 0.60 for
 three senders and 0.41 for seven (field: 0.56 to 0.64 and 0.38 to 0.45)."""
+
+NCCL_HOST_SHARE = 1.65
+"""Time of NCCL without peer access over what the links need (a pair of H200, peer paths off)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +187,14 @@ def nccl_bracket(world: int, size: int, busbw: float = 41e9) -> tuple[float, flo
     low = min(max(latency, time) for latency, time in protocols)
     high = min(latency + time for latency, time in protocols)
     return low, high
+
+
+def nccl_through_host(topology: Topology, size: int) -> float:
+    """The same where cards may not write into each other, so that NCCL goes through host memory;
+    fitted to one pair in graphs (`fabric.calibration`), steps as above."""
+    steps = 2 * (topology.world - 2)
+    wire = NCCL_HOST_SHARE * _through_host(topology, size, 1.0)
+    return min(15.5 + 1.0 * steps + 2 * wire, 29.0 + 5.7 * steps + wire)
 
 
 def best(

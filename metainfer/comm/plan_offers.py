@@ -131,9 +131,16 @@ def _library(request: Request, ability: Ability, topology: Topology | None) -> O
     moves = request.op not in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
     us = None
     if topology is not None and request.world > 1:
-        us = sum(model.nccl_bracket(request.world, request.bytes)) / 2
+        us = _nccl(topology.first(request.world), request.bytes)
     exact = Precision.EXACT if moves or request.dtype == "int32" else Precision.NATIVE
     return Offer(backend="nccl", algorithm="ring", verdict=verdict, us=us, precision=exact)
+
+
+def _nccl(tree: Topology, size: int) -> float:
+    """By the path that it takes; with peers the middle of its bracket."""
+    if tree.peer is True:
+        return sum(model.nccl_bracket(tree.world, size)) / 2
+    return model.nccl_through_host(tree, size)
 
 
 def _copy(request: Request, ability: Ability, topology: Topology | None, costs: Costs) -> Offer:

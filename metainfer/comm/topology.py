@@ -67,6 +67,15 @@ class Topology:
             self, switches=self.switches[:ranks], sockets=self.sockets[:ranks]
         )
 
+    def group(self, ranks: int, of: int) -> Topology:
+        """One of the groups of `ranks` ranks that `of` ranks form: all talk at once, so each has
+        its part of what they share."""
+        return dataclasses.replace(
+            self.first(ranks),
+            dram_bytes_s=self.dram_bytes_s * ranks / of,
+            crossing_bytes_s=self.crossing_bytes_s * ranks / of,
+        )
+
 
 def tree(
     switches: Sequence[str],

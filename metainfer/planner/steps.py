@@ -16,7 +16,7 @@ Communication per layer (bf16 activations, width D, b tokens of a domain):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from metainfer.comm import model as links
 from metainfer.comm.topology import Topology, from_facts
@@ -256,14 +256,9 @@ class StepCost:
         return links.direct(tree, int(size), through_host=not tree.peer)
 
     def _group(self, ranks: int) -> Topology:
-        """One group's tree: every group talks at once, so each has its part of what all share."""
+        """One group's tree."""
         assert self.tree is not None
-        part = ranks / self.work.layout.ranks
-        return replace(
-            self.tree.first(ranks),
-            dram_bytes_s=self.tree.dram_bytes_s * part,
-            crossing_bytes_s=self.tree.crossing_bytes_s * part,
-        )
+        return self.tree.group(ranks, self.work.layout.ranks)
 
 
 def step_cost(counted: Census, held: Held, facts: Facts, dtype: str) -> StepCost | None:

@@ -194,6 +194,11 @@ def test_nccl_lies_in_its_bracket_within_twenty_percent(row: calibration.Bracket
         assert all(0.8 * low <= us <= 1.2 * high for us in measured), (low, high)
 
 
+@pytest.mark.parametrize(("size", "measured"), calibration.NCCL_NO_PEER.items())
+def test_nccl_through_host_memory_within_twenty_percent(size: int, measured: float) -> None:
+    assert model.nccl_through_host(no_peer(2), size) == pytest.approx(measured, rel=0.20)
+
+
 @pytest.mark.parametrize(("distance", "measured"), calibration.DISTANCE.items())
 def test_the_distance_probe_of_two_switches(distance: int, measured: float) -> None:
     exact = {1: 53.0, 2: 39.75, 3: 26.5, 4: 13.25}

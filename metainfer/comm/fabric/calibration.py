@@ -182,6 +182,17 @@ NCCL_ROWS = (
     ),
 )
 
+#: NCCL in a graph on two H200 with its peer paths off: bytes -> measured microseconds.
+NCCL_NO_PEER = {
+    8 * KIB: 15.9,
+    64 * KIB: 20.0,
+    256 * KIB: 39.6,
+    MIB: 66.2,
+    4 * MIB: 170.4,
+    16 * MIB: 600.4,
+    64 * MIB: 2355.0,
+}
+
 #: Mean GB/s of the distance-k permutation on two switches of four with one 53 GB/s uplink each.
 DISTANCE = {1: 50.0, 2: 38.0, 3: 25.6, 4: 12.6}
 DISTANCE_TREE = tree(["s0"] * 4 + ["s1"] * 4, [0] * 8, link_bytes_s=53e9)
@@ -194,4 +205,13 @@ def distance_gb_s(distance: int) -> float:
     return sum(size / end for end in done.ends) / len(done.ends) / 1e3
 
 
-__all__ = ["DISTANCE", "HOST", "NCCL_ROWS", "ROWS", "Bracket", "Row", "distance_gb_s"]
+__all__ = [
+    "DISTANCE",
+    "HOST",
+    "NCCL_NO_PEER",
+    "NCCL_ROWS",
+    "ROWS",
+    "Bracket",
+    "Row",
+    "distance_gb_s",
+]
