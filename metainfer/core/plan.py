@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from metainfer.core.digest import digest, to_plain
 from metainfer.core.errors import InternalError
 from metainfer.core.ledger import Decision
+from metainfer.core.step import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +30,28 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """How one phase's work is spread over ranks. One rank: all degrees 1."""
+    """How work is spread over ranks. One rank: all degrees 1.
+
+    `context`: ranks that share a request's pages, each with whole weights. `prefill`: ranks that
+    share the rows of a prompt's chunk, each with whole weights of attention; where it is 1, chunks
+    are computed as decodes are. Decodes never follow it.
+    """
 
     name: str
     tensor: int = 1
     data: int = 1
     expert: int = 1
     context: int = 1
+    prefill: int = 1
 
     @property
     def ranks(self) -> int:
         return self.tensor * self.data * self.context
+
+    def phase_name(self, phase: Phase) -> str:
+        """What a segment calls it: the part of a pair's name before or behind the stroke."""
+        first, _, second = self.name.partition("/")
+        return first if phase is Phase.CHUNK or not second else second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

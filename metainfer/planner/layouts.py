@@ -11,7 +11,12 @@ the tensor ranks (`expert` 1). Groups that share no weight are replicas.
 ``tp2ep8``            4 domains of 2 cards, the experts over all 8
 ``tp8ep8``            one domain of 8 cards, whole experts on each
 ``2xtp4``, ``8x``     replicas: each a layout of its own
+``cp8/dp8ep8``        a pair: prompts' rows over 8 cards, then 8 attention domains
+``cp8/tp8``           a pair: prompts' rows over 8 cards, then heads over 8 cards
 ====================  =========================================================
+
+A pair has one copy of the weights for both phases: attention whole on every card, experts as whole
+ones over all cards, the vocabulary's two ends as the second part has them.
 """
 
 from __future__ import annotations
@@ -43,11 +48,29 @@ def enumerate_layouts(devices: int, experts: int) -> tuple[LayoutPlan, ...]:
     return tuple(found)
 
 
+def pairs(ranks: int, experts: int) -> tuple[LayoutPlan, ...]:
+    """Layouts of `ranks` ranks that compute prompts another way than decodes."""
+    if ranks < 2:
+        return ()
+    expert = ranks if experts else 1
+    apart = f"dp{ranks}ep{ranks}" if experts else f"dp{ranks}"
+    return tuple(
+        LayoutPlan(name=f"cp{ranks}/{name}", tensor=t, data=d, expert=expert, prefill=ranks)
+        for name, t, d in ((apart, 1, ranks), (f"tp{ranks}", ranks, 1))
+    )
+
+
+def by_wish(asked: str | None, devices: int, experts: int) -> tuple[LayoutPlan, ...]:
+    """Layouts that are judged when they are asked for by name."""
+    return tuple(each for each in pairs(devices, experts) if each.name == asked)
+
+
 def processes(asked: str | None, experts: int) -> int:
     """Ranks of the layout named `asked` on a CPU, where ranks are processes of the host; 1 for a
     name that none has."""
     for ranks in range(2, MOST_PROCESSES + 1):
-        if asked in [layout.name for layout in enumerate_layouts(ranks, experts)]:
+        listed = (*enumerate_layouts(ranks, experts), *by_wish(asked, ranks, experts))
+        if asked in [layout.name for layout in listed]:
             return ranks
     return 1
 
@@ -55,18 +78,22 @@ def processes(asked: str | None, experts: int) -> int:
 def runs(layout: LayoutPlan, kind: str, draft: DraftPlan) -> Verdict:
     """Whether this release runs a layout on devices of `kind`, and not only plans it."""
     several, meet = layout.ranks > 1, layout.expert > layout.tensor
+    drafts = draft.method == MODEL
     drafted = "a drafting model's ranks would meet at experts in steps that not all of them take"
+    spread = "a drafting model reads every row of a chunk, of which a rank has a part"
     return all_of(
         [
             require(not several or kind == CPU, "not-built", NOT_BUILT, devices=layout.ranks),
-            require(not (meet and draft.method == MODEL), "draft", drafted),
+            require(layout.prefill == 1, "not-built", "pairs are planned, not run yet"),
+            require(not (meet and drafts), "draft", drafted),
+            require(not (layout.prefill > 1 and drafts), "draft", spread),
         ]
     )
 
 
 def replicas(layout: LayoutPlan) -> int:
     """Groups of ranks that share no weight."""
-    return layout.ranks // max(layout.tensor, layout.expert)
+    return layout.ranks // max(layout.tensor, layout.expert, layout.prefill, layout.context)
 
 
 def _layout(ranks: int, tensor: int, expert: int) -> LayoutPlan:

@@ -222,7 +222,7 @@ class _Resolver:
         layout: LayoutPlan = WHOLE,
     ) -> tuple[OpRequest, ...]:
         """What one rank's kernels are asked for, in its own shapes (B-04)."""
-        arch = self.arch if layout.tensor == layout.expert == 1 else self.arch.on_rank(layout)
+        arch = self.arch if layout == LayoutPlan(name=layout.name) else self.arch.on_rank(layout)
         schemes = counted.schemes()
         decoding = 1 if self.intent.goal == "latency" else min(8, limits.max_running)
         typical = {  # phase -> (tokens, rows that need logits)
@@ -326,7 +326,7 @@ class _Resolver:
             machine=machine,
             threads=threads,
             layouts=(layout,),
-            phase_layout={phase.value: layout.name for phase in phases(draft)},
+            phase_layout={phase.value: layout.phase_name(phase) for phase in phases(draft)},
             kv_domains=layout.data,
             kv_groups=tuple(_group_plan(group, held.cache.sizes) for group in held.groups),
             kv_tokens=held.kv_tokens,
@@ -395,8 +395,7 @@ def resolve(
     counted = resolver.census()
 
     @cache
-    def shapes(tensor: int, expert: int) -> Selection:
-        layout = LayoutPlan(name="shapes", tensor=tensor, expert=expert)
+    def shapes(layout: LayoutPlan) -> Selection:
         asked = resolver.requests(dtype, limits, page, draft, counted, layout)
         return select(registry, asked, facts, policy)
 
@@ -414,7 +413,7 @@ def resolve(
     )
     found = search(
         cards,
-        lambda layout: shapes(layout.tensor, layout.expert),
+        lambda layout: shapes(replace(layout, name="shapes", data=1)),
         registry.layout,
         ledger,
         intent.origin("parallel"),

@@ -22,6 +22,7 @@ from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 from metainfer.planner.layouts import (
     MOST_PROCESSES,
     NOT_BUILT,
+    by_wish,
     enumerate_layouts,
     processes,
     runs,
@@ -104,7 +105,7 @@ def search(
     devices = len(cards.facts.devices)
     if cards.facts.device.kind == CPU:
         devices = processes(asked, experts)
-    layouts = enumerate_layouts(devices, experts)
+    layouts = (*enumerate_layouts(devices, experts), *by_wish(asked, devices, experts))
     if asked is not None and asked not in [layout.name for layout in layouts]:
         raise _unknown(asked, devices, cards)
     found = tuple(_judge(cards, layout, selection_of, packing_of) for layout in layouts)
@@ -391,12 +392,15 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
     )
     ledger.record("layouts", name, decided, why, losers)
     record_speed(ledger, chosen.prediction)
-    ledger.record("phase_layout", name, Origin.DERIVED, "the same for every phase")
+    apart = chosen.layout.prefill > 1
+    said = "chunks as the first part says, all else as the second" if apart else ""
+    ledger.record("phase_layout", name, Origin.DERIVED, said or "the same for every phase")
     domains = chosen.layout.data
     ledger.record("kv_domains", domains, Origin.DERIVED, f"attention domains of {name}")
     if chosen.built and chosen.layout.ranks > 1:
         met = "processes of this host meet in its memory; sums are exact, in rank order"
-        talks = max(chosen.layout.tensor, chosen.layout.expert) > 1
+        of = chosen.layout
+        talks = max(of.tensor, of.expert, of.prefill, of.context) > 1
         path, said = ("shm_cpu", met) if talks else ("none", "replicas share nothing")
         ledger.record("collectives", path, Origin.DERIVED, said)
     if devices > 1:
