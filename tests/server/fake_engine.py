@@ -8,6 +8,9 @@ With ``--script FILE`` (``{"vocab", "eos", "first_byte", "replies": {name: ids}}
 recorded answer for each prompt that holds ``play:NAME;``, or the first of its ``cues``, and logs
 the prompts it is given. With
 ``--held TEXT`` it says so only as far as a request's grammar lets it (`held.py`).
+
+With ``--hold-at N`` no request gets more than N tokens until the file ``--release`` is there: a
+stream stays open for as long as a test looks at it, on any machine.
 """
 
 from __future__ import annotations
@@ -143,6 +146,8 @@ class Fake:
     def step(self) -> Outputs:
         outputs = []
         for key, (request, tokens, index) in list(self.live.items()):
+            if self.held_back(index):
+                continue
             output = self.advance(request, tokens, index)
             if output.finish is not None:
                 del self.live[key]
@@ -152,6 +157,8 @@ class Fake:
             self.generated += len(output.tokens)
             if 0 < self.options.die_at <= index + len(output.tokens):
                 self.dying = True
+        if not outputs:
+            time.sleep(0.005)  # all are held back
         self.steps += 1
         self.times.append(time.monotonic())
         return Outputs(
@@ -161,6 +168,13 @@ class Fake:
                 prompt_tokens=self.prompted, generated_tokens=self.generated,
             ),
         )  # fmt: skip
+
+    def held_back(self, index: int) -> bool:
+        """Whether a request with `index` tokens must wait."""
+        most = self.options.hold_at
+        if most is None or index < most:
+            return False
+        return not (self.options.release and Path(self.options.release).exists())
 
     def advance(self, request: Request, tokens: Iterator[int | None], index: int) -> RequestOutput:
         params = request.params
@@ -199,6 +213,8 @@ def main() -> int:
     parser.add_argument("--held")
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--tokens-per-step", type=int, default=1)
+    parser.add_argument("--hold-at", type=int)
+    parser.add_argument("--release", help="file that ends --hold-at")
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--max-running", type=int, default=10_000)
     parser.add_argument("--refuse", action="store_true")

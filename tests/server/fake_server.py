@@ -32,7 +32,19 @@ class Running:
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 20.0) -> int:
+    def release(self) -> None:
+        """Let an engine with ``--hold-at`` go on."""
+        self.log.with_name("release").touch()
+
+    def cancelled(self) -> int:
+        """Requests that the engine was told to drop."""
+        return sum(line.startswith("cancel ") for line in self.lines())
+
+    def submitted(self) -> int:
+        """Requests that the engine was given."""
+        return sum(line.startswith("submit ") for line in self.lines())
+
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 60.0) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout)
 
@@ -50,7 +62,7 @@ def fake_server(
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "engine.log"
         command = [sys.executable, str(HERE / program), str(port), *server]
-        command += ["--", "--log", str(log), *engine]
+        command += ["--", "--log", str(log), "--release", str(log.with_name("release")), *engine]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
@@ -90,7 +102,7 @@ def call(
     if body is not None and not any(name.lower() == "content-type" for name in given):
         given["Content-Type"] = "application/json"
     data = json.dumps(body).encode() if isinstance(body, dict) else body
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         connection.request(method, path, data, given)
         response = connection.getresponse()
@@ -114,8 +126,8 @@ def chat_body(text: str, **extra: Any) -> dict[str, Any]:
     return {"model": "fake", "messages": [{"role": "user", "content": text}], **extra}
 
 
-def eventually(test: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether `test` comes true within `seconds`."""
+def eventually(test: Callable[[], bool], seconds: float = 120.0) -> bool:
+    """Whether `test` comes true; `seconds` is for a machine that has a lot else to do."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if test():

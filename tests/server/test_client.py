@@ -125,7 +125,7 @@ def test_leaving_cancels_and_finishing_does_not(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     async def go() -> None:
-        client = process_client("--log", str(log), "--step-ms", "5")
+        client = process_client("--log", str(log), "--hold-at", "3")
         await client.start()
         await text_of(client, "finishes", 3)
         async for _ in client.submit(request("broken off", 2000)):
@@ -133,12 +133,10 @@ def test_leaving_cancels_and_finishing_does_not(tmp_path: Path) -> None:
         async with aclosing(client.submit(request("closed", 2000))) as outputs:
             await anext(outputs)
         task = asyncio.ensure_future(text_of(client, "task", 2000))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0)  # it sends its request
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert await asyncio.to_thread(
-            eventually, lambda: log.read_text().count("cancel ") == 3, 5.0
-        )
+        assert await asyncio.to_thread(eventually, lambda: log.read_text().count("cancel ") == 3)
         assert "cancel finishes" not in log.read_text()
         await client.close(drain=False, grace_s=5)
 
@@ -178,12 +176,13 @@ def test_refusal_reaches_its_stream_only() -> None:
 
 def test_death_is_told_by_the_kernel() -> None:
     async def go() -> None:
-        client = process_client("--step-ms", "5")
+        client = process_client("--hold-at", "3")
         await client.start()
         tasks = [asyncio.ensure_future(text_of(client, str(n), 2000)) for n in range(5)]
-        await asyncio.sleep(0.2)
+        while client.stats.running < 5:
+            await asyncio.sleep(0.01)
         os.kill(client.pid, signal.SIGKILL)
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         for result in results:
             assert isinstance(result, RequestError)
             assert (result.status, result.code) == (503, "engine_dead")
@@ -199,7 +198,7 @@ def test_a_message_that_cannot_be_read_is_a_death() -> None:
         client = process_client("--garble")
         await client.start()
         with pytest.raises(RequestError) as caught:
-            await asyncio.wait_for(text_of(client, "x", 5), 5)
+            await asyncio.wait_for(text_of(client, "x", 5), 60)
         assert caught.value.code == "engine_dead" and "cannot be read" in str(caught.value)
         await client.close(drain=False, grace_s=5)
 
@@ -228,7 +227,8 @@ def test_private_folder_comes_and_goes() -> None:
     async def go() -> None:
         loading = process_client("--hang-at-start")
         task = asyncio.ensure_future(loading.start())
-        await asyncio.sleep(0.3)
+        while not loading._folder:
+            await asyncio.sleep(0.01)
         folder = Path(loading._folder)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         task.cancel()
@@ -264,7 +264,8 @@ def test_stopping_while_it_starts() -> None:
     async def go() -> None:
         client = process_client("--hang-at-start")
         task = asyncio.ensure_future(client.start())
-        await asyncio.sleep(0.5)
+        while client.pid < 0:
+            await asyncio.sleep(0.01)
         pid = client.pid
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -304,7 +305,7 @@ def test_thread_engine_drains_and_closes() -> None:
         running = asyncio.ensure_future(text_of(client, "x", 200))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        await client.close(drain=True, grace_s=5)
+        await client.close(drain=True, grace_s=60)
         assert await running == reply_text("hello", 200)
         assert engines[0].closed
 

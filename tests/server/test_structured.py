@@ -141,22 +141,29 @@ def test_a_hostile_grammar_holds_nobody_up(server: Running) -> None:
         of({"allOf": [{"type": "integer", "multipleOf": m} for m in (97, 89, 80 + i)]})
         for i in range(4)
     ]
-    statuses: list[int] = []
 
-    def send(fields: dict[str, Any]) -> None:
+    def send(fields: dict[str, Any], statuses: list[int]) -> None:
         body = {"model": "fake", "prompt": "say:x", **fields}
         statuses.append(call(server.port, "POST", LEGACY, body).status)
 
-    threads = [threading.Thread(target=send, args=(fields,)) for fields in hostile]
-    for thread in threads:
-        thread.start()
-    slowest, done = 0.0, 0
-    while any(thread.is_alive() for thread in threads):
-        begin = time.perf_counter()
-        assert call(server.port, "GET", "/health/live").status == 200
-        slowest, done = max(slowest, time.perf_counter() - begin), done + 1
-    assert len(statuses) == 4 and set(statuses) <= {400, 429} and 400 in statuses
-    assert done > 10 and slowest < 1.0  # other helpers of the machine load it too
+    def others_meanwhile() -> tuple[int, float]:
+        """Requests that were answered beside, and the longest wait for one."""
+        statuses: list[int] = []
+        threads = [threading.Thread(target=send, args=(fields, statuses)) for fields in hostile]
+        for thread in threads:
+            thread.start()
+        slowest, done = 0.0, 0
+        while any(thread.is_alive() for thread in threads):
+            begin = time.perf_counter()
+            assert call(server.port, "GET", "/health/live").status == 200
+            slowest, done = max(slowest, time.perf_counter() - begin), done + 1
+        assert len(statuses) == 4 and set(statuses) <= {400, 429} and 400 in statuses
+        return done, slowest
+
+    # A busy machine holds requests up by itself, so one good round will do; a check that blocks the
+    # server does in every one.
+    rounds = (others_meanwhile() for _ in range(10))
+    assert any(done > 10 and slowest < 0.4 for done, slowest in rounds)
 
 
 def test_the_checker_survives_what_it_checks() -> None:
