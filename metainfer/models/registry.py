@@ -25,7 +25,8 @@ class Family:
     `with_layers`: of (config, layers) -> config, where a config lists things per layer. `names`: of
     (arch, config, stored tensors, FP8 block) -> `Names`, where files spell them differently.
     `drafter`: of (model, packed, plain, the draft's caches, op table) -> what proposes tokens.
-    `draws`: of (arch, config) -> {name: `Drawn`}, where random weights are not all BF16."""
+    `draws`: of (arch, config) -> {name: `Drawn`}, where random weights are not all BF16. `missing`:
+    what this release lacks to run the family, which is planned only and has no `build`."""
 
     model_types: tuple[str, ...]
     read_arch: str
@@ -35,6 +36,7 @@ class Family:
     names: str = ""
     draws: str = ""
     drafter: str = ""
+    missing: tuple[str, ...] = ()
 
 
 FAMILIES = (
@@ -54,6 +56,20 @@ FAMILIES = (
         draws="metainfer.models.deepseek_v4.draws:draws",
         drafter="metainfer.models.deepseek_v4.draft:MtpDrafter",
     ),
+    Family(
+        ("deepseek_v32", "glm_moe_dsa"),
+        "metainfer.models.dsa.config:read_arch",
+        "",
+        "metainfer.models.dsa.shapes:random_configs",
+        names="metainfer.models.dsa.names:checkpoint_names",
+        draws="metainfer.models.dsa.draws:draws",
+        missing=(
+            "an indexer over every token",
+            "sparse attention over latents with a value of its own width",
+            "a router of sigmoid scores and groups",
+            "a model that puts them together",
+        ),
+    ),
 )
 
 
@@ -67,7 +83,7 @@ def family_of(config: Mapping[str, object], where: str) -> Family:
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
-    served = [name for family in FAMILIES for name in family.model_types]
+    served = [name for family in FAMILIES if family.build for name in family.model_types]
     raise ModelError(
         f"{where} is a {model_type!r} model, which is not served.",
         f"Served: {', '.join(served)}.",

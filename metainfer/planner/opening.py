@@ -15,7 +15,13 @@ from metainfer.formats.index import CheckpointIndex
 from metainfer.formats.source import ModelSource, resolve
 from metainfer.models.arch import Arch
 from metainfer.models.common.config import token_ids
-from metainfer.models.registry import checkpoint_names, random_config, random_draws, read_arch
+from metainfer.models.registry import (
+    checkpoint_names,
+    family_of,
+    random_config,
+    random_draws,
+    read_arch,
+)
 from metainfer.planner.drafts import DraftModule
 from metainfer.planner.resolve import ModelFacts
 
@@ -107,6 +113,7 @@ def _facts(source: ModelSource, arch: Arch, scheme_of: Callable[[str], str]) -> 
         arch=arch,
         scheme_of=scheme_of,
         parameters=sum(counted.values()),
+        missing=family_of(source.config, source.reference).missing,
     )
 
 

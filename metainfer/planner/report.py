@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from metainfer.core.digest import to_plain
+from metainfer.core.verdict import Reason
 from metainfer.planner.memory import total
 from metainfer.planner.predict import rates
 from metainfer.planner.resolve import Resolved
@@ -17,7 +18,7 @@ from metainfer.planner.search import Candidate
 def plan_document(resolved: Resolved) -> dict[str, Any]:
     """``{"plan", "ledger", "capacity", "layouts", "decisions"}``; see the contracts."""
     plan = resolved.plan
-    chosen = resolved.chosen
+    chosen, planned = resolved.chosen, resolved.planned_only()
     return {
         "plan": plan.to_json(),
         "ledger": [to_plain(row) for row in plan.ledger],
@@ -28,8 +29,8 @@ def plan_document(resolved: Resolved) -> dict[str, Any]:
             "pairs": _pairs(chosen),
         },
         "layouts": [
-            _row(chosen),
-            *(_row(each) for each in resolved.layouts if each is not chosen),
+            _row(chosen, planned),
+            *(_row(each, planned) for each in resolved.layouts if each is not chosen),
         ],
         "decisions": [decision.to_json() for decision in plan.decisions],
     }
@@ -55,8 +56,9 @@ def _pairs(candidate: Candidate) -> list[dict[str, int]]:
     return [{"context": context, "concurrency": n} for context, n in candidate.pairs]
 
 
-def _row(candidate: Candidate) -> dict[str, Any]:
-    """One layout. `feasible`: it would fit; `built`: this release can run it."""
+def _row(candidate: Candidate, planned: tuple[Reason, ...]) -> dict[str, Any]:
+    """One layout. `feasible`: it would fit; `built`: this release can run it, which nothing in
+    `planned` forbids."""
     held, prediction = candidate.held, candidate.prediction
     prefill, decode = rates(prediction)
     layout = candidate.layout
@@ -67,8 +69,8 @@ def _row(candidate: Candidate) -> dict[str, Any]:
         "data": layout.data,
         "expert": layout.expert,
         "feasible": candidate.feasible,
-        "built": candidate.built,
-        "reasons": [reason.to_json() for reason in candidate.reasons],
+        "built": candidate.built and not planned,
+        "reasons": [reason.to_json() for reason in (*candidate.reasons, *planned)],
         "kv_tokens": None if held is None else held.kv_tokens,
         "max_context": candidate.longest,
         "weight_bytes": None if held is None else total(held.weights),

@@ -15,6 +15,7 @@ from metainfer.core.intent import DECISIONS, GOALS, MAX_PENDING, Intent
 from metainfer.core.ledger import Decision, DecisionLedger, Loser, Origin
 from metainfer.core.plan import DraftPlan, GroupPlan, LayoutPlan, Limits, ModelPlan, OpPlan, Plan
 from metainfer.core.step import Phase
+from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import OpRequest
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import Policy, Selection, select
@@ -30,12 +31,13 @@ from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, census
 from metainfer.platform.facts import CPU, Facts
 
 PHASES = (Phase.CHUNK, Phase.MIXED, Phase.DECODE)
+PLANNED_ONLY = "planned_only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What the resolver may know of a model: its arch, how each tensor is stored, and the draft
-    module that it brings along."""
+    module that it brings along. `missing`: what this release lacks to run its family."""
 
     reference: str
     arch: Arch
@@ -43,13 +45,14 @@ class ModelFacts:
     parameters: int
     draft: drafts.DraftModule | None = None
 
+    missing: tuple[str, ...] = ()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """The plan and what it was made from, for the executor, the scheduler and `doctor`.
 
     `layouts`: every layout that was judged, the plan's among them. `device_bytes`: one card's
-    memory, where it is known.
+    memory, where it is known. `missing`: what this release lacks to run the model's family.
     """
 
     plan: Plan
@@ -60,6 +63,7 @@ class Resolved:
     layouts: tuple[Candidate, ...] = ()
     device_bytes: int | None = None
 
+    missing: tuple[str, ...] = ()
     @property
     def chosen(self) -> Candidate:
         """The layout of the plan, as it was judged."""
@@ -67,8 +71,19 @@ class Resolved:
         return found
 
     def refusal(self) -> RefusedError | None:
+    def planned_only(self) -> tuple[Reason, ...]:
+        """What keeps the model's family from running, whatever the layout."""
+        return tuple(Reason("not-built", f"there is not yet: {each}") for each in self.missing)
+
         """Why this plan cannot be started by this release; None when it can."""
         return unbuilt(self.plan.layouts[0], self.layouts)
+        if self.missing:
+            return RefusedError(
+                f"{self.plan.model.family} models are planned only: this release cannot run them.",
+                "Look at it with plan; docs/models.md lists what is served.",
+                reasons=self.planned_only(),
+                code=PLANNED_ONLY,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +196,12 @@ class _Resolver:
         self.number("concurrency", "limits.max_running", running, why, Origin.SEED)
 
     def page_tokens(self) -> int:
+    def record_cache(self, held: Held) -> None:
+        limited = f"limited by {held.cache.limited_by}"
+        if self.intent.memory_share is not None:
+            limited += f"; at most {self.intent.memory_share:.0%} of the memory is used"
+        self.ledger.record("kv_tokens", held.kv_tokens, Origin.DERIVED, limited)
+
         """Decided before kernels are, since they have conditions on it.
 
         A page holds whole compressed entries; two of the longest where the seed holds none.
@@ -423,10 +444,7 @@ def resolve(
     resolver.record_selection(selection)
     cards.limits = replace(limits, max_running=min(held.running, limits.max_running))
     resolver.record_running(cards.limits.max_running)
-    limited = f"limited by {held.cache.limited_by}"
-    if intent.memory_share is not None:
-        limited += f"; at most {intent.memory_share:.0%} of the memory is used"
-    ledger.record("kv_tokens", held.kv_tokens, Origin.DERIVED, limited)
+    resolver.record_cache(held)
     resolver.record_given(machine, source)
     plan = resolver.plan(cards, held, selection, machine)
     plan.check_origins()
@@ -445,6 +463,7 @@ def choose(
     intent: Intent, model: ModelFacts, facts: Facts, registry: Registry, policy: Policy
 ) -> Selection:
     """The kernels alone, for a machine that cannot hold the rest. Raises as `resolve`."""
+        missing=model.missing,
     resolver = _Resolver(intent, model, facts)
     dtype, limits, page = resolver.dtype(), resolver.limits(), resolver.page_tokens()
     draft = resolver.draft(limits)
