@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -234,23 +234,29 @@ def refresh_manifest(
     registry: Registry,
     variants: Sequence[Variant],
     *,
+    only: Callable[[Variant], bool] = lambda variant: True,
     targets: Sequence[str] = DEFAULT_TARGETS,
     tritons: Sequence[Path | None] = (None,),
     path: Path = MANIFEST,
 ) -> list[Build]:
     """Build with every release in `tritons`, replace those rows, drop rows of older sources.
 
-    A release that is not given keeps its rows while the source is unchanged.
+    `variants`: all there are; `only` picks those to build, the others keep their rows while their
+    source is unchanged, as a release that is not given does. The file is read again after the
+    builds: rows that someone else added meanwhile stay.
     """
+    chosen = [variant for variant in variants if only(variant)]
+    built = [
+        build
+        for triton in tritons
+        for build in compile_all(targets, registry=registry, variants=chosen, triton=triton)
+    ]
     current = {(v.impl, v.name): v.source() for v in variants}
     kept = {
         (b.impl, b.kernel, b.target, b.compiler): b
-        for b in load_manifest(path)
+        for b in [*load_manifest(path), *built]
         if current.get((b.impl, b.kernel)) == b.source
     }
-    for triton in tritons:
-        for build in compile_all(targets, registry=registry, variants=variants, triton=triton):
-            kept[build.impl, build.kernel, build.target, build.compiler] = build
     save_manifest(kept.values(), path)
     return list(kept.values())
 

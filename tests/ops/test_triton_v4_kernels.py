@@ -19,6 +19,7 @@ CHILD = Path(__file__).with_name("triton_v4_child.py")
 RUNS = (
     "stream", "stream-splits", "chunk", "quantise", "quantise-nan", "plan", "sorted-plan",
     "experts-hidden", "experts-forms", "prepare", "attention", "attention-splits",
+    "decoded-pages", "decoded-attention",
 )  # fmt: skip
 
 

@@ -23,12 +23,15 @@ from metainfer.formats.activation import activation_fp8
 from metainfer.formats.block_codecs import BlockTensor, decode, encode
 from metainfer.formats.blocks import FORMATS
 from metainfer.kv.book.form import plain
-from metainfer.kv.store.entries import EntryPages
+from metainfer.kv.store.entries import EntryPages, gather, locate
+from metainfer.ops.attn_sparse import cases as attention_cases
 from metainfer.ops.attn_sparse.cases import LAYOUTS, Layout, _draw
 from metainfer.ops.attn_sparse.ref import attn_sparse as reference
 from metainfer.ops.attn_sparse.tiles import Tile as AttnTile
-from metainfer.ops.attn_sparse.triton_calls import attn_sparse
+from metainfer.ops.attn_sparse.tiles import decodes_first
+from metainfer.ops.attn_sparse.triton_calls import attn_sparse, attn_sparse_scaled, decoded
 from metainfer.ops.case import generator, normal, poisoned
+from metainfer.ops.case_caches import held
 from metainfer.ops.linear.fp8 import chunk, quantise, stream
 from metainfer.ops.linear.tiles import ChunkTile, StreamTile
 from metainfer.ops.moe_experts import mxfp4
@@ -226,6 +229,63 @@ def run_attention(splits: int = 1) -> float:
     return max(attention(layout, splits) for layout in LAYOUTS if layout.name in names)
 
 
+def scaled_cases() -> list[tuple[Layout, tuple, dict[str, float]]]:
+    """(layout, arguments with ``latent-fp8@1`` caches in float32, options) of the chunks that are
+    decoded first."""
+    found = []
+    for at, layout in enumerate(LAYOUTS):
+        if layout.name.startswith("chunk-decoded"):
+            case = attention_cases.build(layout, 5 + at)
+            args = held(case.args, {"kv": "latent-fp8@1"}, "float32")
+            found.append((layout, args, case.kwargs))
+    return found
+
+
+def run_decoded_pages() -> float:
+    """What a query can read is decoded, to the bit; no two places share a page; the rest is -1."""
+    wrong = 0.0
+    for layout, args, _ in scaled_cases():
+        local, local_table, entries, entry_table = args[1:5]
+        span = args[8:11]
+        parts = [(local, local_table, {"window": layout.window})]
+        if entries is not None:
+            parts.append((entries, entry_table, {"ratio": layout.ratio}))
+        for pages, table, options in parts:
+            with poisoned():
+                mine, mine_table = decoded(pages, table, *span, torch.float32, **options)
+            taken = []
+            for s, (n, context) in enumerate(layout.sequences):
+                low, high = max(0, context - n - layout.window + 1), context
+                if "ratio" in options:
+                    low, high = 0, context // layout.ratio
+                numbers = torch.arange(low, high if n else low)
+                found = gather(mine, locate(mine_table[s], mine.entries, numbers))
+                truth = gather(pages, locate(table[s], pages.entries, numbers))
+                known = ~truth.isnan().any(dim=1)  # others were never written
+                wrong += float(not torch.equal(found[known], truth[known]))
+                taken += mine_table[s][mine_table[s] >= 0].tolist()
+                needed = set((numbers // pages.entries).tolist())
+                wrong += float(
+                    {p for p in range(table.shape[1]) if mine_table[s, p] >= 0} != needed
+                )
+            wrong += float(len(set(taken)) != len(taken) or max(taken) >= len(mine.data))
+    return wrong
+
+
+def run_decoded_attention() -> float:
+    worst = 0.0
+    for layout, args, options in scaled_cases():
+        rows, kept = args[0].shape[0], args[4].shape[1] * args[3].entries if args[3] else 0
+        listed = layout.top_k or kept
+        sequences = len(layout.sequences)
+        assert decodes_first(rows, sequences, layout.window, listed, kept, layout.d)
+        with poisoned():
+            found = attn_sparse_scaled(*args, **options)
+        truth = reference(args[0].double(), *args[1:], **options)
+        worst = max(worst, off(found, truth.double()))
+    return worst
+
+
 RUNS: dict[str, Callable[[], float]] = {
     "stream": run_stream,
     "stream-splits": lambda: run_stream(2),
@@ -239,6 +299,8 @@ RUNS: dict[str, Callable[[], float]] = {
     "prepare": run_prepare,
     "attention": run_attention,
     "attention-splits": lambda: run_attention(4),
+    "decoded-pages": run_decoded_pages,
+    "decoded-attention": run_decoded_attention,
 }
 
 

@@ -70,6 +70,20 @@ _MERGE = Variant(
     shape=SHAPE,
 )  # fmt: skip
 
+_PAGES = Variant(
+    impl="attn_sparse/triton-fp8",
+    name="sparse-decoded-pages",
+    kernel="metainfer.ops.attn_sparse.triton_decoded:pages_kernel",
+    args={
+        "data": "*u8", "table": "*i32", "positions": "*i64", "query_start": "*i32",
+        "context_lens": "*i32", "held": "*bf16", "held_table": "*i32", "width": "i32",
+        "stride": "i32", "window": "i32", "ratio": "i32", "spare": "i32", "PAGE": 64, "D": 512,
+        "TAIL": 64, "ROW": 576, "BYTES": 64 * 584, "SCALES": 8, "STEP": 16,
+    },
+    warps=8,
+    shape=SHAPE,
+)  # fmt: skip
+
 VARIANTS = (
     *(_sparse(WGMMA, splits, False, HOPPER) for splits in (1, 16)),
     *(_sparse(WGMMA_SCALED, splits, True, HOPPER) for splits in (1, 16)),
@@ -77,4 +91,5 @@ VARIANTS = (
     *(_sparse(SMALL_SCALED, splits, True, REST) for splits in (1, 16)),
     *(_places(scaled) for scaled in (False, True)),
     _MERGE,
+    _PAGES,
 )

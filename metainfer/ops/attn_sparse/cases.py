@@ -61,6 +61,9 @@ LAYOUTS = (
     Layout("chunks", ((9, 50), (5, 12)), top_k=6, page=256),
     Layout("chunk-few-of-many", ((12, 400), (1, 90)), top_k=4, page=64),
     Layout("chunk-window-only", ((20, 33),), ratio=0),
+    Layout("chunk-decoded", ((40, 90), (30, 75)), d=128, rotated=64, window=16, top_k=6),
+    Layout("chunk-decoded-all", ((40, 90), (0, 9), (33, 33)), d=128, rotated=64, ratio=16, top_k=0),
+    Layout("chunk-decoded-window", ((40, 90),), d=128, rotated=64, ratio=0),
     Layout("strong-sink", ((5, 30),), sink=20.0),
     Layout("weak-sink-odd", ((5, 30),), hq=3, d=26, rotated=10, window=5, ratio=2, sink=-40.0),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from metainfer.core.verdict import Verdict
 from metainfer.kernels.conditions import custom, dot_type, one_of, shared_memory
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Impl, Numerics
-from metainfer.ops.attn_sparse.tiles import tile_for
+from metainfer.ops.attn_sparse.tiles import decodes_first, tile_for
 from metainfer.ops.declare import SHORT, TRITON, own_matrix_unit, triton
 from metainfer.ops.declare_entries import entry_bytes
 
@@ -21,10 +21,23 @@ def _fits(context: Context) -> Verdict:
     return shared_memory(needed)(context)
 
 
-def _keys(c: Context) -> int:
+def _entries(c: Context) -> tuple[int, int]:
+    """Compressed entries of a sequence, and of them per query."""
     ratio, context, top = extent(c, "ratio", 0), extent(c, "context", 1024), extent(c, "top_k", 0)
-    far = context // ratio if ratio else 0
-    return min(context, extent(c, "window", 128)) + (min(top, far) if top else far)
+    kept = context // ratio if ratio else 0
+    return kept, min(top, kept) if top else kept
+
+
+def _keys(c: Context) -> int:
+    return min(extent(c, "context", 1024), extent(c, "window", 128)) + _entries(c)[1]
+
+
+def _scaled_cost(c: Context) -> float | None:
+    """Keys decoded by every query; or once, and then as `latent@1` (a seed: not measured yet)."""
+    kept, listed = _entries(c)
+    sequences, window = extent(c, "seqs"), extent(c, "window", 128)
+    once = decodes_first(extent(c, "rows"), sequences, window, listed, kept, extent(c, "d"))
+    return (_DECODED if once else _DECODING)(c)
 
 
 def _cost(layout: str, launches: int, compute: float) -> Callable[[Context], float | None]:
@@ -39,6 +52,8 @@ def _cost(layout: str, launches: int, compute: float) -> Callable[[Context], flo
 
     return roofline(traffic, operations, launches=launches, part=0.4, compute_part=compute)
 
+
+_DECODING, _DECODED = _cost("latent-fp8@1", 3, 0.05), _cost("latent@1", 5, 0.33)
 
 _LATENT: Impl = triton(
     "attn_sparse",
@@ -68,6 +83,7 @@ IMPLS = (
             ),
         ),
         requires_layout={"kv": "latent-fp8@1"},
-        cost=_cost("latent-fp8@1", 3, 0.05),
+        load="metainfer.ops.attn_sparse.triton_calls:attn_sparse_scaled",
+        cost=_scaled_cost,
     ),
 )

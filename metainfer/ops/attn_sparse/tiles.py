@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_SPLITS = 64
+HELD_BYTES = 512 << 20
+"""Most bytes of a chunk's decoded entries (a million tokens at ratio 4 take half of it)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +51,13 @@ def splits_for(programs: int, tiles: int, units: int) -> int:
     while splits < min(MAX_SPLITS, tiles) and programs * splits < units:
         splits *= 2
     return splits
+
+
+def decodes_first(rows: int, sequences: int, window: int, listed: int, kept: int, d: int) -> bool:
+    """Whether scaled latents are decoded before the queries read them, from shapes alone.
+
+    `kept`: entries that the table of one sequence can hold; `listed`: of them per query. Once for
+    all pays when queries read more than twice what there is, and the copy must fit `HELD_BYTES`.
+    """
+    copied = rows + sequences * (window + kept)
+    return rows * (window + listed) > 2 * copied and sequences * kept * d * 2 <= HELD_BYTES

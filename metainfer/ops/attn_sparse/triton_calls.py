@@ -9,9 +9,11 @@ import triton
 from torch import Tensor
 
 from metainfer.core.errors import InternalError
+from metainfer.kv.book.form import plain
 from metainfer.kv.store.entries import EntryPages
-from metainfer.ops.attn_sparse.tiles import Tile, splits_for, tile_for
+from metainfer.ops.attn_sparse.tiles import Tile, decodes_first, splits_for, tile_for
 from metainfer.ops.attn_sparse.triton import merge_kernel, places_kernel, sparse_kernel
+from metainfer.ops.attn_sparse.triton_decoded import pages_kernel
 from metainfer.ops.strides import heads_packed
 
 LOG2E = 1.4426950408889634
@@ -24,6 +26,75 @@ def _card(device: torch.device) -> tuple[tuple[int, int] | None, int]:
         return None, 4
     found = torch.cuda.get_device_properties(device)
     return (found.major, found.minor), found.multi_processor_count
+
+
+def attn_sparse_scaled(
+    q: Tensor,
+    local: EntryPages,
+    local_table: Tensor,
+    entries: EntryPages | None,
+    entry_table: Tensor | None,
+    selected: Tensor | None,
+    sinks: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int,
+    ratio: int,
+) -> Tensor:
+    """`attn_sparse` over ``latent-fp8@1``, in two forms. Which one follows from shapes alone
+    (`tiles.decodes_first`): each query decodes its keys, or they are decoded once for all."""
+    kept = listed = 0
+    if entries is not None and entry_table is not None and ratio > 0:
+        kept = entry_table.shape[1] * entries.entries
+        listed = kept if selected is None else selected.shape[1]
+    sequences, d = local_table.shape[0], q.shape[2]
+    if decodes_first(q.shape[0], sequences, window, listed, kept, d):
+        span = (positions, query_start, context_lens, q.dtype)
+        local, local_table = decoded(local, local_table, *span, window=window)
+        if entries is not None and entry_table is not None and ratio > 0:
+            entries, entry_table = decoded(entries, entry_table, *span, ratio=ratio)
+    return attn_sparse(
+        q, local, local_table, entries, entry_table, selected, sinks, cos_sin, positions,
+        query_start, context_lens, scale=scale, window=window, ratio=ratio,
+    )  # fmt: skip
+
+
+def decoded(
+    pages: EntryPages,
+    table: Tensor,
+    positions: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    dtype: torch.dtype,
+    *,
+    window: int = 0,
+    ratio: int = 1,
+) -> tuple[EntryPages, Tensor]:
+    """The pages of ``latent-fp8@1`` that a call can read as plain pages [P', n, D], and a table
+    [S, W] that leads to them.
+
+    `window` > 0: tokens that some query's window reaches; else every visible entry of `ratio`
+    tokens. Other places of the new table are -1.
+    """
+    (sequences, width), rows = table.shape, positions.shape[0]
+    form, n = pages.form, pages.entries
+    spare = window // n + 4  # a part's first and last page may be cut, and the one before
+    count = rows // n + 1 + sequences * spare if window else sequences * width
+    held = torch.empty((count, n, form.width), dtype=dtype, device=table.device)
+    held_table = torch.empty((sequences, width), dtype=torch.int32, device=table.device)
+    pages_kernel[(sequences, width)](
+        pages.data, table, positions, query_start, context_lens, held, held_table, width,
+        table.stride(0), window, ratio, spare, n, form.width, form.tail, form.width + form.tail,
+        pages.data.stride(0), form.bytes - form.width - form.tail, 16, num_warps=8,
+    )  # fmt: skip
+    stored = str(dtype).removeprefix("torch.")
+    return EntryPages(
+        pages.group, held, plain("latent@1", form.width, stored, tail=form.tail), n
+    ), held_table
 
 
 def attn_sparse(
