@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from metainfer.kv.book.form import EntryForm, plain
 from metainfer.kv.store.entries import EntryPages, gather, locate, store
 from metainfer.ops.attn_sparse.tiles import Tile as AttnTile
 from metainfer.ops.attn_sparse.tiles import tile_for
-from metainfer.ops.attn_sparse.triton_calls import attn_sparse
+from metainfer.ops.attn_sparse.triton_calls import attn_sparse, attn_sparse_scaled
 from metainfer.ops.common import rotate_tail
 from metainfer.ops.linear.fp8 import chunk, quantise, stream
 from metainfer.ops.linear.tiles import ChunkTile, StreamTile
@@ -358,28 +359,20 @@ def _attention(
     if sweep:
         tiles += [AttnTile(64, 32, 8, 3)]
     element = 1024 if form.scale == "none" else 584
-    for tile in tiles:
+    args = (q, local, local_table, entries, entry_table, picked, sinks, table, positions, start)
+    options: dict[str, Any] = {"scale": scale, "window": 128, "ratio": ratio}
+    forms: dict[str, Callable[[int], Tensor]] = {
+        _text(tile, ""): lambda i, t=tile: attn_sparse(*args, lens, **options, tile=t)
+        for tile in tiles
+    }
+    if form.scale != "none":
+        forms["as shapes choose"] = lambda i: attn_sparse_scaled(*args, lens, **options)
+    for text, call in forms.items():
         kind = "prefill" if queries > 1 else "decode"
         yield Work(
             f"sparse {kind} {form.layout} q={rows} L={context} k={top}",
-            _text(tile, ""),
-            lambda i, t=tile: attn_sparse(
-                q,
-                local,
-                local_table,
-                entries,
-                entry_table,
-                picked,
-                sinks,
-                table,
-                positions,
-                start,
-                lens,
-                scale=scale,
-                window=128,
-                ratio=ratio,
-                tile=t,
-            ),
+            text,
+            call,
             cache(truth),
             bytes=min(rows * keys, sequences * (count + queries + 128)) * element
             + rows * 64 * 512 * 4,
