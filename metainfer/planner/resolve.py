@@ -30,8 +30,8 @@ from metainfer.planner.search import Candidate, search, unbuilt
 from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, census
 from metainfer.platform.facts import CPU, Facts
 
-PHASES = (Phase.CHUNK, Phase.MIXED, Phase.DECODE)
 PLANNED_ONLY = "planned_only"
+PHASES = (Phase.CHUNK, Phase.MIXED, Phase.DECODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class ModelFacts:
     scheme_of: Callable[[str], str]
     parameters: int
     draft: drafts.DraftModule | None = None
-
     missing: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
@@ -62,21 +62,20 @@ class Resolved:
     sizes: CacheSizes
     layouts: tuple[Candidate, ...] = ()
     device_bytes: int | None = None
-
     missing: tuple[str, ...] = ()
+
     @property
     def chosen(self) -> Candidate:
         """The layout of the plan, as it was judged."""
         (found,) = [each for each in self.layouts if each.layout == self.plan.layouts[0]]
         return found
 
-    def refusal(self) -> RefusedError | None:
     def planned_only(self) -> tuple[Reason, ...]:
         """What keeps the model's family from running, whatever the layout."""
         return tuple(Reason("not-built", f"there is not yet: {each}") for each in self.missing)
 
+    def refusal(self) -> RefusedError | None:
         """Why this plan cannot be started by this release; None when it can."""
-        return unbuilt(self.plan.layouts[0], self.layouts)
         if self.missing:
             return RefusedError(
                 f"{self.plan.model.family} models are planned only: this release cannot run them.",
@@ -84,6 +83,7 @@ class Resolved:
                 reasons=self.planned_only(),
                 code=PLANNED_ONLY,
             )
+        return unbuilt(self.plan.layouts[0], self.layouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +195,13 @@ class _Resolver:
             why = f"seed {seed} lowered to {running}: the cache holds no more"
         self.number("concurrency", "limits.max_running", running, why, Origin.SEED)
 
-    def page_tokens(self) -> int:
     def record_cache(self, held: Held) -> None:
         limited = f"limited by {held.cache.limited_by}"
         if self.intent.memory_share is not None:
             limited += f"; at most {self.intent.memory_share:.0%} of the memory is used"
         self.ledger.record("kv_tokens", held.kv_tokens, Origin.DERIVED, limited)
 
+    def page_tokens(self) -> int:
         """Decided before kernels are, since they have conditions on it.
 
         A page holds whole compressed entries; two of the longest where the seed holds none.
@@ -456,6 +456,7 @@ def resolve(
         sizes=held.cache.sizes,
         layouts=found.candidates,
         device_bytes=facts.device.memory_bytes,
+        missing=model.missing,
     )
 
 
@@ -463,7 +464,6 @@ def choose(
     intent: Intent, model: ModelFacts, facts: Facts, registry: Registry, policy: Policy
 ) -> Selection:
     """The kernels alone, for a machine that cannot hold the rest. Raises as `resolve`."""
-        missing=model.missing,
     resolver = _Resolver(intent, model, facts)
     dtype, limits, page = resolver.dtype(), resolver.limits(), resolver.page_tokens()
     draft = resolver.draft(limits)
