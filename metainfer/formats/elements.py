@@ -7,6 +7,9 @@ used for that. Sources: OCP Microscaling Formats v1.0 (5.3, 5.4), OCP 8-bit Floa
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -36,8 +39,7 @@ def e2m1_encode(values: Tensor) -> Tensor:
 
 def e2m1_decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values of codes 0..15."""
-    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=dtype)
-    return table.to(codes.device)[codes.long()]
+    return _e2m1_table(dtype, codes.device)[codes.long()]
 
 
 def e2m1_pack(codes: Tensor) -> Tensor:
@@ -75,9 +77,7 @@ def e4m3_decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def e8m0_decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """2^(byte - 127); byte 255 is NaN. 2^-127 is a float32 subnormal and exact."""
-    table = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(-127, 129))
-    table[E8M0_NAN] = torch.nan
-    return table.to(dtype).to(codes.device)[codes.view(torch.uint8).long()]
+    return _e8m0_table(dtype, codes.device)[codes.view(torch.uint8).long()]
 
 
 def ceil_exponent(amax: Tensor, largest: float) -> Tensor:
@@ -88,11 +88,24 @@ def ceil_exponent(amax: Tensor, largest: float) -> Tensor:
     same exponent for every normal float32 (tests, over all mantissas).
     """
     mantissa, exponent = torch.frexp(amax)
-    top = torch.frexp(torch.tensor(largest, dtype=torch.float64))
-    return exponent - int(top.exponent) + (mantissa > float(top.mantissa)).to(torch.int32)
+    top_mantissa, top_exponent = math.frexp(largest)
+    return exponent - top_exponent + (mantissa > top_mantissa).to(torch.int32)
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """2^exponent, exact also where float32 is subnormal."""
     ones = torch.ones(exponent.shape, dtype=torch.float64, device=exponent.device)
     return torch.ldexp(ones, exponent).to(dtype)
+
+
+@lru_cache(maxsize=16)
+def _e2m1_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of all codes: on the device once, since a captured step copies nothing there."""
+    return torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=16)
+def _e8m0_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    table = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(-127, 129))
+    table[E8M0_NAN] = torch.nan
+    return table.to(dtype).to(device)

@@ -50,3 +50,13 @@ def hadamard(x: Tensor) -> Tensor:
         x = torch.stack((a + b, a - b), dim=-2).reshape(x.shape)
         span *= 2
     return x * math.sqrt(1 / d)
+
+
+def owners(query_start: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Each row's sequence, and whether it has one, without asking the host: int64, bool [T].
+
+    `query_start` [S + 1] int32. Padding rows are given the last sequence.
+    """
+    at = torch.arange(tokens, dtype=query_start.dtype, device=query_start.device)
+    found = torch.searchsorted(query_start[1:].contiguous(), at, right=True)
+    return found.clamp_max(query_start.shape[0] - 2), at < query_start[-1]

@@ -46,18 +46,33 @@ def torch_and_reference(
     loads: tuple[str, str],
     costs: tuple[Cost, Cost],
     honours: frozenset[str] = frozenset(),
+    graph_safe: bool = False,
 ) -> tuple[Impl, ...]:
     """The torch version of `op` and its reference, once per layout of `role`.
 
     `loads`: where they are, counted from this package; `costs`: of a layout's id, in that order.
-    The torch versions ask the host about lengths, so none is captured.
+    Most torch versions ask the host about lengths and cannot be captured; `graph_safe`: this can.
     """
-    fast = portable(op, loads[0], graph_safe=False, honours=honours)
+    fast = portable(op, loads[0], graph_safe=graph_safe, honours=honours)
     plain = reference(op, loads[1], honours=honours)
     return (
         *per_layout(role, layouts, costs[0], fast),
         *per_layout(role, layouts, costs[1], plain),
     )
+
+
+def torch_static(
+    op: str,
+    role: str,
+    layouts: Mapping[str, str],
+    load: str,
+    cost: Cost,
+    honours: frozenset[str] = frozenset(),
+) -> tuple[Impl, ...]:
+    """The torch version of `op` that asks the host nothing, once per layout of `role`: for a
+    device whose steps are captured and that has no kernel of its own."""
+    captured = portable(op, load, name="torch-static", honours=honours)
+    return per_layout(role, layouts, cost, captured)
 
 
 def entry_bytes(layout: str, context: Context, channels: str = "d") -> int:

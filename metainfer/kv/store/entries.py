@@ -70,6 +70,38 @@ def gather(pages: EntryPages, slots: Tensor) -> Tensor:
     return found
 
 
+def put(pages: EntryPages, slots: Tensor, values: Tensor) -> None:
+    """`store` without asking the host which rows are skipped, for a captured step."""
+    at = (slots // pages.entries, slots % pages.entries)
+    for rows, new in zip(_stored(pages), _as_stored(pages, values), strict=True):
+        put_kept(rows, at, slots >= 0, new)
+
+
+def put_kept(rows: Tensor, at: tuple[Tensor, Tensor], kept: Tensor, new: Tensor) -> None:
+    """``rows[at] = new`` where `kept` [n], nothing elsewhere, without asking the host.
+
+    Kept places differ. A row that is not kept writes what the first kept one writes, at the same
+    place; where none is kept, all of them write one row back as it was.
+    """
+    if not len(kept):
+        return
+    first = kept.int().argmax(dim=0, keepdim=True)  # [1]; 0 where none is kept
+    a, b = (torch.where(kept, part, part.index_select(0, first).clamp_min(0)) for part in at)
+    held = rows[a.index_select(0, first), b.index_select(0, first)]
+
+    def spread(mask: Tensor) -> Tensor:
+        return mask.view(-1, *[1] * (new.dim() - 1))
+
+    some = spread(kept.index_select(0, first))
+    lone = torch.where(some, new.index_select(0, first), held)
+    rows[a, b] = torch.where(spread(kept), new, lone)
+
+
+def take(pages: EntryPages, slots: Tensor) -> Tensor:
+    """`gather` without asking the host whether any slot is -1."""
+    return _read(pages, slots.clamp_min(0)).masked_fill_((slots < 0).unsqueeze(1), 0.0)
+
+
 def locate(table: Tensor, entries: int, numbers: Tensor) -> Tensor:
     """Slots of a sequence's entries: `table` [..., W] (page ids, -1 for none), `numbers` [..., n].
 
@@ -86,6 +118,18 @@ def _read(pages: EntryPages, slots: Tensor) -> Tensor:
     page, offset = slots // pages.entries, slots % pages.entries
     value_rows, scale_rows = _regions(pages)
     return entry_codecs.decode(pages.form, value_rows[page, offset], scale_rows[page, offset])
+
+
+def _stored(pages: EntryPages) -> tuple[Tensor, ...]:
+    """What an entry's parts are written to, each [P, entries, n]."""
+    return (pages.data,) if pages.form.scale == "none" else _regions(pages)
+
+
+def _as_stored(pages: EntryPages, values: Tensor) -> tuple[Tensor, ...]:
+    """`values` [n, width] as the rows of `_stored`."""
+    if pages.form.scale == "none":
+        return (values.to(pages.data.dtype),)
+    return entry_codecs.encode(pages.form, values)
 
 
 def _rows(pages: EntryPages) -> Tensor:

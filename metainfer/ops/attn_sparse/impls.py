@@ -5,7 +5,7 @@ from collections.abc import Callable
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context
 from metainfer.ops.attn_sparse.impls_triton import IMPLS as TRITON_IMPLS
-from metainfer.ops.declare_entries import LATENTS, moved, torch_and_reference
+from metainfer.ops.declare_entries import LATENTS, moved, torch_and_reference, torch_static
 
 
 def _chosen(c: Context) -> int:
@@ -50,6 +50,14 @@ IMPLS = (
         LATENTS,
         ("attn_sparse.torch_sparse:attn_sparse", "attn_sparse.ref:attn_sparse"),
         (_cost(1, 4, 30, 0.4), _cost(1, 8, 40, 0.3)),
+        frozenset({"selected", "entries"}),
+    ),
+    *torch_static(
+        "attn_sparse",
+        "kv",
+        LATENTS,
+        "attn_sparse.torch_static:attn_sparse",
+        _cost(3, 6, 40, 0.4),
         frozenset({"selected", "entries"}),
     ),
 )

@@ -24,7 +24,7 @@ def index_query(q: Tensor, positions: Tensor, cos_sin: Tensor, form: EntryForm) 
     """See `ref.index_query`; the Hadamard matrix is multiplied with."""
     h = turn_tail_(wide(q).clone(), cos_sin.index_select(0, positions).unsqueeze(1))
     if form.hadamard:
-        h = h @ _matrix(q.shape[-1], h.dtype).to(h.device)
+        h = h @ _matrix(q.shape[-1], h.dtype, h.device)
     return rounded(form, h).to(q.dtype)
 
 
@@ -91,6 +91,6 @@ def _scores(q: Tensor, g: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 @cache
-def _matrix(d: int, dtype: torch.dtype) -> Tensor:
+def _matrix(d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Had_d * d^-0.5, symmetric."""
-    return hadamard(torch.eye(d, dtype=dtype))
+    return hadamard(torch.eye(d, dtype=dtype)).to(device)

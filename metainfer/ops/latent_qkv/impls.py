@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Layout
-from metainfer.ops.declare_entries import LATENTS, moved, torch_and_reference
+from metainfer.ops.declare_entries import LATENTS, moved, torch_and_reference, torch_static
 
 LAYOUTS = (
     # Pages [P, entries, width] in the model's type.
@@ -30,11 +30,23 @@ def _cost(
     return made
 
 
-IMPLS = torch_and_reference(
-    "latent_qkv",
-    "kv",
-    LATENTS,
-    ("latent_qkv.torch_latent:latent_qkv", "latent_qkv.ref:latent_qkv"),
-    (_cost(3, 24, 0.4), _cost(6, 30, 0.3)),
-    frozenset({"norm_q"}),
+NORM_Q = frozenset({"norm_q"})
+
+IMPLS = (
+    *torch_and_reference(
+        "latent_qkv",
+        "kv",
+        LATENTS,
+        ("latent_qkv.torch_latent:latent_qkv", "latent_qkv.ref:latent_qkv"),
+        (_cost(3, 24, 0.4), _cost(6, 30, 0.3)),
+        NORM_Q,
+    ),
+    *torch_static(
+        "latent_qkv",
+        "kv",
+        LATENTS,
+        "latent_qkv.torch_static:latent_qkv",
+        _cost(3, 36, 0.4),
+        NORM_Q,
+    ),
 )

@@ -23,12 +23,13 @@ def latent_qkv(
 ) -> Tensor:
     """See `ref.latent_qkv`."""
     turn = cos_sin.index_select(0, positions)
-    latent = _normed(wide(kv), eps).mul_(wide(kv_weight))
+    latent = normed(wide(kv), eps).mul_(wide(kv_weight))
     store(pages, slots, turn_tail_(latent, turn))
-    heads = _normed(wide(q), eps) if norm_q else wide(q).clone()
+    heads = normed(wide(q), eps) if norm_q else wide(q).clone()
     return turn_tail_(heads, turn.unsqueeze(1)).to(q.dtype)
 
 
-def _normed(x: Tensor, eps: float) -> Tensor:
+def normed(x: Tensor, eps: float) -> Tensor:
+    """`x` over the root of its mean square, per row."""
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * torch.rsqrt(size.square_().div_(x.shape[-1]).add_(eps))

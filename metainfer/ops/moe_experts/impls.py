@@ -57,6 +57,19 @@ def _library(c: Context) -> float | None:
     return cost(c)
 
 
+def _every_expert(c: Context) -> float | None:
+    """All experts on all rows, eight launches each."""
+    rows, d, f, e = (extent(c, name) for name in ("rows", "d", "f", "e"))
+
+    def traffic(c: Context) -> float:
+        return float(e * (3 * d * f * width(c) + rows * (2 * d + 3 * f) * 4))
+
+    cost = roofline(
+        traffic, lambda c: 6.0 * rows * e * d * f, launches=8 * e, part=0.5, compute_part=0.45
+    )
+    return cost(c)
+
+
 def _recipe(c: Context) -> float | None:
     """Every expert touched is widened at every call (seed: 20 bytes of an element move)."""
     launches = 40 + 60 * _matrices(c)
@@ -76,6 +89,15 @@ IMPLS = (
         numerics=Numerics.NATIVE,
         graph_safe=False,  # the host asks which experts were chosen
         cost=_library,
+    ),
+    portable(
+        "moe_experts",
+        "moe_experts.torch_experts:static",
+        name="torch-static",
+        requires_layout=DENSE,
+        honours=CLAMP,
+        numerics=Numerics.NATIVE,
+        cost=_every_expert,
     ),
     portable(
         "moe_experts",
