@@ -22,7 +22,7 @@ class Reducer:
     def __init__(self, facts: RankFacts) -> None:
         torch.set_num_threads(1)
         self.rank, self.world = facts.rank, facts.world
-        self.comm = ShmComm.open(facts.token, facts.rank, facts.world)
+        self.comm = ShmComm.open(facts.token, facts.rank, facts.world, budget_s=3600.0)
         request = Request(op=Op.ALL_REDUCE, count=4096, dtype="float64", world=facts.world)
         self.plan = plan_of(request, "two_shot", "shm_cpu")
 

@@ -323,6 +323,9 @@ def test_pieces_cover_input_and_output_once_and_fit_their_slots(data: st.DataObj
         assert seen == list(range(count))
 
 
+NEVER_S = 3600.0  # longer than `together` waits: whoever comes back was not out of time
+
+
 def run_error(results: list[object], rank: int) -> CommError:
     found = results[rank]
     assert isinstance(found, CommError), found
@@ -334,10 +337,8 @@ def test_a_peer_under_another_plan_is_an_error_and_not_a_hang(seed: int) -> None
     two = plan_of(Request(op=Op.ALL_REDUCE, count=64, dtype="float16", world=3), "one_shot")
     plans = [one, one, two]
     given = [torch.zeros(64, dtype=torch.bfloat16)] * 2 + [torch.zeros(64, dtype=torch.float16)]
-    with LocalGroup(3, budget_s=5) as group:
-        begin = time.monotonic()
+    with LocalGroup(3, budget_s=NEVER_S) as group:
         results = together(group, lambda c: c.run(plans[c.rank], given[c.rank]))
-        assert time.monotonic() - begin < 2
         texts = [str(run_error(results, rank)) for rank in range(3)]
         assert any("runs plan" in text for text in texts)
         assert any(f"rank 2 runs plan {two.plan_id:06x}" in t for t in texts) or any(
@@ -349,29 +350,28 @@ def test_a_missing_call_is_reported_by_all_with_op_size_and_peer() -> None:
     plan = plan_of(Request(op=Op.ALL_REDUCE, count=4096, dtype="bfloat16", world=3), "two_shot")
     given = torch.zeros(4096, dtype=torch.bfloat16)
 
-    with LocalGroup(3, budget_s=0.3) as group:
+    with LocalGroup(3, budget_s=NEVER_S) as group:
+        group.ranks[0].budget_s = 0.3  # rank 2 may come later than that, and is told why
         results = together(group, lambda c: None if c.rank == 1 else c.run(plan, given))
         for rank in (0, 2):
             error = run_error(results, rank)
             assert "all_reduce of 8192 B (bfloat16) over 3 ranks failed" in str(error)
             assert error.peer == 1 and "rank 1" in str(error)
-        assert sum(run_error(results, rank).secondary for rank in (0, 2)) <= 1
+        assert [run_error(results, rank).secondary for rank in (0, 2)] == [False, True]
         # Broken for good, at once and on the late rank too.
-        begin = time.monotonic()
+        for comm in group.ranks:
+            comm.budget_s = NEVER_S
         again = together(group, lambda c: c.run(plan, given))
         assert all(isinstance(result, CommError) for result in again)
-        assert time.monotonic() - begin < 0.2
         assert str(again[0]) == str(results[0])
 
 
 def test_the_first_to_give_up_tells_the_others() -> None:
     plan = plan_of(Request(op=Op.ALL_REDUCE, count=64, dtype="bfloat16", world=3), "one_shot")
     given = torch.zeros(64, dtype=torch.bfloat16)
-    with LocalGroup(3, budget_s=20) as group:
+    with LocalGroup(3, budget_s=NEVER_S) as group:
         group.ranks[0].budget_s = 0.2
-        begin = time.monotonic()
         results = together(group, lambda c: None if c.rank == 1 else c.run(plan, given))
-        assert time.monotonic() - begin < 2
         assert not run_error(results, 0).secondary
         error = run_error(results, 2)
         assert error.secondary and "rank 0 waited in vain for rank 1" in str(error)
@@ -387,10 +387,8 @@ def test_a_rank_that_gives_up_releases_the_others_with_its_cause() -> None:
             return comm.abort("ValueError: the 3rd layer is missing")
         return comm.run(plan, given)
 
-    with LocalGroup(4, budget_s=20) as group:
-        begin = time.monotonic()
+    with LocalGroup(4, budget_s=NEVER_S) as group:
         results = together(group, step)
-        assert time.monotonic() - begin < 2
         for rank in (0, 1, 3):
             error = run_error(results, rank)
             assert error.secondary and error.peer == 2

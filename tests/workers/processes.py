@@ -41,7 +41,7 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def eventually(test: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def eventually(test: Callable[[], bool], timeout_s: float = 120.0) -> bool:
     """Poll `test` until it holds."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

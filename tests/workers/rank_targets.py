@@ -33,10 +33,18 @@ class Adder:
     def echo(self, text: str) -> str:
         return text
 
-    def fail(self, ranks: list[int], delay_s: float) -> None:
+    def fail(self, ranks: list[int]) -> None:
+        """`ranks` fail in this order, each once the one before has."""
         if self.facts.rank in ranks:
-            time.sleep(delay_s * (len(ranks) - ranks.index(self.facts.rank)))
+            place = ranks.index(self.facts.rank)
+            if place:
+                self._after(ranks[place - 1])
             raise ValueError(f"layer 3 is missing on {self.facts.rank}")
+
+    def _after(self, rank: int) -> None:
+        """Wait until `rank` has failed."""
+        while not Path(self.facts.facts["folder"], f"aborted-{rank}").exists():
+            time.sleep(0.01)
 
     def die(self, rank: int) -> None:
         if self.facts.rank == rank:
@@ -47,7 +55,8 @@ class Adder:
         """One rank never answers; the others fail one after the other, rank 0 first."""
         if self.facts.rank == rank:
             time.sleep(600)
-        time.sleep(0.5 * self.facts.rank)
+        if self.facts.rank:
+            self._after(self.facts.rank - 1)
         raise ValueError("the others go on")
 
     def hear(self, cause: int) -> None:

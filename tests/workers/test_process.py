@@ -49,7 +49,7 @@ def family_is_complete(mark: str) -> bool:
 
 def test_everything_dies_with_a_killed_parent(mark: str) -> None:
     parent = start_family(mark)
-    assert eventually(lambda: family_is_complete(mark), 20)
+    assert eventually(lambda: family_is_complete(mark))
     parent.kill()
     parent.wait()
     assert eventually(lambda: not marked(mark)), marked(mark)
@@ -79,7 +79,7 @@ subprocess.Popen([sys.executable, "-I", "-S", "-c", {SLEEP!r}, {mark!r}], start_
 os.abort()
 """
     child = python(code)
-    assert child.wait(10) == -signal.SIGABRT
+    assert child.wait(120) == -signal.SIGABRT
     assert child.describe_exit() == f"{child.name} was killed by SIGABRT"
     assert not marked(mark)  # at once: the guardian ends only when nothing is left
 
@@ -122,7 +122,7 @@ def test_a_child_outlives_the_thread_that_spawned_it() -> None:
 @pytest.mark.parametrize("status", [0, 3, 113, 255])
 def test_exit_status_is_the_programs(status: int) -> None:
     child = python(f"raise SystemExit({status})")
-    assert child.wait(10) == status
+    assert child.wait(120) == status
     assert child.describe_exit() == f"{child.name} exited with status {status}"
     assert child.terminate() == status
 
@@ -141,7 +141,7 @@ time.sleep(600)
 """
     child = python(code)
     assert eventually(ready.exists)
-    assert child.terminate(grace_s=10) == 7
+    assert child.terminate(grace_s=120) == 7
     assert note.read_text() == "clean"
     assert child.terminate() == 7
 
@@ -159,23 +159,27 @@ time.sleep(600)
     assert eventually(ready.exists)
     begin = time.monotonic()
     assert child.terminate(grace_s=0.2) == -signal.SIGKILL
-    assert 0.2 <= time.monotonic() - begin < 4
+    assert time.monotonic() - begin >= 0.2
     assert not marked(mark)
 
 
 def test_terminate_works_on_a_stopped_guardian(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metainfer.workers.process.KILL_S", 0.3)
     child = python(SLEEP, mark)
     assert child.pid is not None
+    plain, waits = Child.wait, iter((0.1, 0.3, 120.0))  # for TERM, the guardian's kill, our own
+    monkeypatch.setattr(Child, "wait", lambda self, timeout_s: plain(self, next(waits)))
     os.kill(child.guardian_pid, signal.SIGSTOP)
-    assert child.terminate(grace_s=0.1) == -signal.SIGKILL
+    assert child.terminate() == -signal.SIGKILL
     assert eventually(lambda: not marked(mark))
 
 
 def test_the_descriptor_is_readable_exactly_after_the_end() -> None:
-    child = python("input() if False else __import__('time').sleep(0.5)")
+    reading, writing = os.pipe()
+    child = python(f"import os; os.read({reading}, 1)", pass_fds=[reading])
+    os.close(reading)
     assert select.select([child], [], [], 0.05)[0] == []
-    assert select.select([child], [], [], 10)[0] == [child]
+    os.close(writing)
+    assert select.select([child], [], [], 120)[0] == [child]
     assert child.poll() == 0
     child.terminate()
 
@@ -191,7 +195,7 @@ def test_output_and_errors_go_to_the_log(tmp_path: Path) -> None:
     log = tmp_path / "child.log"
     log.write_text("before\n")
     child = python("import sys; print('out'); print('err', file=sys.stderr)", log=log)
-    assert child.wait(10) == 0
+    assert child.wait(120) == 0
     first, *rest = log.read_text().splitlines()
     assert first == "before" and sorted(rest) == ["err", "out"]
     child.terminate()
@@ -202,7 +206,7 @@ def test_output_does_not_reach_our_standard_output() -> None:
 import sys
 from metainfer.workers.process import spawn
 with spawn([sys.executable, "-I", "-S", "-c", "print('noise')"]) as child:
-    child.wait(10)
+    child.wait(120)
 print("{}")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -220,17 +224,16 @@ def test_passed_descriptors_arrive_and_end_with_the_program() -> None:
 
 
 def test_the_process_id_is_known_while_the_program_runs() -> None:
-    begin = time.monotonic()
-    with python("import time; time.sleep(5)") as child:
+    with python(SLEEP) as child:
         assert child.pid is not None and child.pid != child.guardian_pid
-        assert time.monotonic() - begin < 3
+        assert child.alive
 
 
 def test_a_broken_pipe_ends_a_program_as_it_would_in_a_shell(tmp_path: Path) -> None:
     # Python ignores the signal, and exec hands that on; ask the kernel what came through.
     log = tmp_path / "log"
     with spawn(["grep", "SigIgn", "/proc/self/status"], log=log) as child:
-        assert child.wait(10) == 0
+        assert child.wait(120) == 0
     ignored = int(log.read_text().split()[1], 16)
     # Only what Python ignores: the C library's own signals come ignored from `make`.
     assert not any(ignored >> (number - 1) & 1 for number in (signal.SIGPIPE, signal.SIGXFSZ))
@@ -240,7 +243,7 @@ def test_deaths_are_seen_under_a_parent_that_ignores_them(mark: str) -> None:
     ignoring = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + FAMILY
     command = [sys.executable, "-c", ignoring, "parent", mark, FAMILY]
     parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert eventually(lambda: family_is_complete(mark), 20)
+    assert eventually(lambda: family_is_complete(mark))
     parent.kill()
     parent.wait()
     assert eventually(lambda: not marked(mark)), marked(mark)
@@ -248,7 +251,7 @@ def test_deaths_are_seen_under_a_parent_that_ignores_them(mark: str) -> None:
 
 def test_a_program_that_does_not_exist(capfd: pytest.CaptureFixture[str]) -> None:
     child = spawn(["/no/such/program"], name="engine")
-    assert child.wait(10) == guardian.EXIT_NOT_STARTED
+    assert child.wait(120) == guardian.EXIT_NOT_STARTED
     assert "could not be started" in child.describe_exit()
     assert "cannot start /no/such/program" in capfd.readouterr().err
     child.terminate()
@@ -268,7 +271,10 @@ def test_descriptors_are_given_back() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_an_error_leaves_the_block_without_waiting(tmp_path: Path) -> None:
+def test_an_error_leaves_the_block_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metainfer.workers.process.GRACE_S", 3600.0)
     ready = tmp_path / "ready"
     code = f"""
 import pathlib, signal, time
@@ -276,15 +282,15 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path({str(ready)!r}).touch()
 time.sleep(600)
 """
-    begin = time.monotonic()
     with pytest.raises(RuntimeError), python(code) as child:
         assert eventually(ready.exists)
         raise RuntimeError
-    assert time.monotonic() - begin < 4
     assert child.poll() == -signal.SIGKILL
 
 
-def test_terminate_all_shares_one_grace_period(tmp_path: Path) -> None:
+def test_terminate_all_shares_one_grace_period(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -294,9 +300,16 @@ time.sleep(600)
     ready = [tmp_path / str(index) for index in range(3)]
     children = [python(code, str(path)) for path in ready]
     assert eventually(lambda: all(path.exists() for path in ready))
-    begin = time.monotonic()
+    plain, graces = Child.wait, list[float]()
+
+    def wait(self: Child, timeout_s: float) -> int | None:
+        if len(graces) < 3:
+            graces.append(max(timeout_s, 0.0))
+        return plain(self, timeout_s)
+
+    monkeypatch.setattr(Child, "wait", wait)
     assert terminate_all(children, grace_s=0.5) == [-signal.SIGKILL] * 3
-    assert time.monotonic() - begin < 1.4  # three periods would be 1.5
+    assert sum(graces) < 0.75  # three periods would be 1.5
 
 
 def test_only_forwarded_signals_are_sent() -> None:
@@ -307,7 +320,7 @@ def test_only_forwarded_signals_are_sent() -> None:
 def test_spawn_python_runs_a_module(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with spawn_python("platform", ["--help"], log=log) as child:
-        assert child.wait(10) == 0
+        assert child.wait(120) == 0
     assert log.read_text().strip()
 
 
@@ -318,7 +331,7 @@ def test_environment_is_replaced_when_given(tmp_path: Path) -> None:
         log=log,
         environ={"ONLY": "this"},
     ) as child:
-        assert child.wait(10) == 0
+        assert child.wait(120) == 0
     assert log.read_text() == "None this\n"
 
 
@@ -327,7 +340,7 @@ def test_standard_input_is_what_was_given(content: bytes, tmp_path: Path) -> Non
     log = tmp_path / "log"
     code = "import sys; print(len(sys.stdin.buffer.read()))"
     with python(code, stdin=content, log=log) as child:
-        assert child.wait(10) == 0
+        assert child.wait(120) == 0
     assert int(log.read_text()) == len(content)
 
 
