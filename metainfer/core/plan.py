@@ -100,6 +100,15 @@ class DraftPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepGraph:
+    """A step that is captured: a phase's segments of at most so many tokens and runs, padded."""
+
+    phase: str
+    tokens: int
+    runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPlan:
     """A LoRA adapter beside the weights. `digest`: of its content; `rank`: the largest of its."""
 
@@ -120,8 +129,8 @@ class OpPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One engine, decided. `phase_layout`: phase class -> layout name. `ops`: ``site@phase``.
-    `graph_buckets`: token counts at which decode is captured; empty: it runs op by op. `adapters`:
-    in the order of their places."""
+    `graph_buckets`: token counts at which decode is captured; empty: it runs op by op. `graphs`:
+    all captured steps, in the order of capture. `adapters`: in the order of their places."""
 
     model: ModelPlan
     platform: str
@@ -138,6 +147,7 @@ class Plan:
     bundle: Mapping[str, str]
     ops: Mapping[str, OpPlan]
     graph_buckets: tuple[int, ...]
+    graphs: tuple[StepGraph, ...]
     limits: Limits
     draft: DraftPlan
     ledger: tuple[LedgerRow, ...]

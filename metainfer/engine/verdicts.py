@@ -40,7 +40,7 @@ def proven(plan: Plan) -> dict[str, object]:
         "bundle": to_plain(plan.bundle),
         "kernels": {site: op.impl for site, op in plan.ops.items()},
         "pages": {group.name: group.page_tokens for group in plan.kv_groups},
-        "graphs": list(plan.graph_buckets),
+        "graphs": [f"{g.phase} {g.tokens}/{g.runs}" for g in plan.graphs],
         "drafts": f"{plan.draft.method}:{plan.draft.depth}",
     }
 
@@ -64,6 +64,8 @@ def status(store: RecordStore, plan: Plan) -> dict[str, Any]:
 
     `verified` is True only for a verdict that passed and is about this very plan.
     """
+    if plan.emulated:
+        return {"verified": False, "text": "not verified: emulated, answers mean nothing"}
     now = proven(plan)
     own = store.get(KIND, f"{plan.model.reference}@{digest(now)}")
     latest = own or store.get(KIND, plan.model.reference)

@@ -96,7 +96,7 @@ def assemble(
             max_context=plan.limits.max_context,
             vocab=arch.vocab_size,
             weight_bytes=weights.nbytes + model.table_bytes + beside,
-            graph_buckets=plan.graph_buckets,
+            graphs=plan.graphs,
             drafts=plan.draft.depth,
             model_drafts=drafter,
             adapters=arch.adapters.count if arch.adapters else 0,

@@ -1,59 +1,65 @@
-"""Static-step graphs for decode: one capture per token bucket, lengths and page tables on device.
+"""Static steps: decode, verify and short chunks by bucket, captured once and replayed.
 
-A bucket's buffers are padded: padding rows hold id 0, position 0 and slot -1, so they write
-nothing; each is a sequence of one token on page 0, which no request ever owns. A replay copies the
-step's inputs in and launches once; eager decode pays hundreds of launches per step. A model with
-adapters has each row's place among the buffers (-1: none), so a bucket serves any mix.
+Eager V4 pays hundreds of launches a step; a replay is one. A bucket's step is a function of its
+buffers and of the tables on the device (`static`), so what is replayed is also what `eager` runs
+op by op: the same ops on the same shapes, equal bit for bit.
 """
 
 from __future__ import annotations
 
-import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from metainfer.core.step import NO_ADAPTER, Phase
-from metainfer.executor.inputs import HostInputs
-from metainfer.executor.transfer import staged, to_device
-from metainfer.kv.book.spec import GroupKind, GroupSpec
-from metainfer.models.common.inputs import GroupInputs, SegmentInputs
-from metainfer.ops.lora.rows import AdapterRows
+from metainfer.core.plan import StepGraph
+from metainfer.core.step import ALL_LAYERS, Phase, RankTokens, Segment
+from metainfer.executor.inputs import adapter_places, step_ids
+from metainfer.executor.static import DeviceTables, StepBuffers, step_inputs
+from metainfer.executor.transfer import to_device
+from metainfer.models.common.inputs import SegmentInputs
 
 if TYPE_CHECKING:
     from metainfer.executor.local import LocalParts
+    from metainfer.executor.slots import SlotTable
 
 
 @dataclass(slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
+class StaticOutput:
+    """What a step leaves, in the graph's memory: read it before the next replay.
+
+    `logits` [R, V]: in decode and verify of every token, else of each run's last. `finite` bool
+    [T]: whether each token's row for the head is; None in decode, where logits show it. `hidden`,
+    `inputs`: for a model that drafts.
+    """
+
+    logits: Tensor
+    finite: Tensor | None
+    hidden: Any
     inputs: SegmentInputs
-    logits: torch.Tensor  # [bucket, V]
 
 
-class DecodeGraphs:
-    """Captured decode steps by bucket; `run` returns None when no bucket is large enough."""
+class Replayed(Protocol):
+    """A captured step."""
 
-    def __init__(self, parts: LocalParts) -> None:
-        self._parts = parts
-        self._captured: dict[int, _Captured] = {}
+    def replay(self) -> None: ...
+
+
+Step = Callable[[], StaticOutput]
+Capture = Callable[[Step], tuple[Replayed, StaticOutput]]
+"""Runs a step once or more, the last time recording it; what it left is rewritten by replays."""
+
+
+class CudaCapture:
+    """CUDA graphs that share one memory pool: captured largest first, each fits into it."""
+
+    def __init__(self) -> None:
         self._pool: Any = None
 
-    @torch.inference_mode()
-    def capture(self, bucket: int) -> None:
-        """Warm up and capture one bucket. Largest first saves memory: the pool is shared."""
-        parts = self._parts
-        inputs = self._buffers(bucket)
-        ops = parts.ops.phase(Phase.DECODE)
-
-        def step() -> torch.Tensor:
-            hidden = parts.model.forward(inputs, parts.store.layers, ops)
-            logits: torch.Tensor = parts.model.logits(hidden, inputs, ops)
-            return logits
-
+    def __call__(self, step: Step) -> tuple[Replayed, StaticOutput]:
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -62,74 +68,104 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = step()
+            out = step()
         self._pool = self._pool or graph.pool()
-        self._captured[bucket] = _Captured(graph, inputs, logits)
+        return graph, out
 
-    def run(self, host: HostInputs) -> torch.Tensor | None:
-        """Replay the smallest bucket that holds the step; None when none does.
 
-        Logits [R, V] of the rows that need them, which a chunk of one token may not.
-        They lie in the graph's memory: read them before the next replay.
-        """
-        tokens = len(host.ids)
-        buckets = sorted(self._captured)
-        at = bisect.bisect_left(buckets, tokens)
-        if at == len(buckets):
+@dataclass(slots=True)
+class _Held:
+    shape: StepGraph
+    buffers: StepBuffers
+    step: Step
+    graph: Replayed
+    out: StaticOutput
+
+
+class StaticSteps:
+    """The captured steps of one executor. `replays`: how many steps each phase replayed."""
+
+    def __init__(
+        self, parts: LocalParts, tables: DeviceTables, capture: Capture | None = None
+    ) -> None:
+        self._parts, self._tables = parts, tables
+        self._capture = capture or CudaCapture()
+        self._held: dict[Phase, list[_Held]] = {}
+        self.replays: dict[Phase, int] = {}
+
+    @torch.inference_mode()
+    def capture(self, shape: StepGraph) -> None:
+        """Capture one bucket. Largest first saves memory: later ones fit into the first's."""
+        parts, phase = self._parts, Phase(shape.phase)
+        buffers = StepBuffers.make(shape, parts.device, adapters=parts.adapters > 0)
+        ops = parts.ops.phase(phase)
+        buffers.fill(np.zeros(0, np.int64), (), self._tables.spare, phase is Phase.DECODE)
+
+        def step() -> StaticOutput:
+            inputs = step_inputs(shape, buffers, self._tables, parts.groups)
+            hidden = parts.model.forward(inputs, parts.store.layers, ops)
+            logits = parts.model.logits(hidden, inputs, ops)
+            finite = None
+            if phase is not Phase.DECODE:
+                finite = torch.isfinite(parts.model.normed(hidden).flatten(1)).all(dim=1)
+            return StaticOutput(logits, finite, hidden, inputs)
+
+        graph, out = self._capture(step)
+        if parts.model_drafts is None:
+            out.hidden = None  # its memory is free for the buckets to come
+        listed = self._held.setdefault(phase, [])
+        listed.append(_Held(shape, buffers, step, graph, out))
+        listed.sort(key=lambda held: (held.shape.tokens, held.shape.runs))
+
+    @torch.inference_mode()
+    def run(self, segment: Segment, table: SlotTable, *, eager: bool) -> StaticOutput | None:
+        """The segment in the smallest bucket that holds it; None when none does. `eager`: its ops
+        are launched one by one, on the bucket's shapes."""
+        rank = segment.ranks[0]
+        held = self._bucket(segment, rank)
+        if held is None:
             return None
-        held = self._captured[buckets[at]]
-        _fill(held.inputs, host)
+        spare, one = self._tables.spare, segment.phase is Phase.DECODE
+        runs = [(run.slot, run.start, len(run.tokens)) for run in rank.runs]
+        held.buffers.fill(step_ids(rank.runs, table), runs, spare, one)
+        if self._parts.adapters:
+            held.buffers.fill_adapters(adapter_places(rank.runs, table))
+        if eager:
+            return held.step()
         held.graph.replay()
-        if host.every_row:
-            return held.logits[:tokens]
-        return held.logits[to_device(host.logit_rows, self._parts.device)]
+        self.replays[segment.phase] = self.replays.get(segment.phase, 0) + 1
+        return held.out
 
-    def _buffers(self, bucket: int) -> SegmentInputs:
-        parts, device = self._parts, self._parts.device
-        groups = tuple(self._group(group, bucket) for group in parts.groups)
-        return SegmentInputs(
-            torch.zeros(bucket, dtype=torch.int64, device=device),
-            torch.zeros(bucket, dtype=torch.int64, device=device),
-            torch.arange(bucket + 1, dtype=torch.int32, device=device),
-            torch.ones(bucket, dtype=torch.int32, device=device),
-            groups,
+    def _bucket(self, segment: Segment, rank: RankTokens) -> _Held | None:
+        """Rows of every token are computed in decode and verify, elsewhere each run's last."""
+        if segment.stop_layer != ALL_LAYERS:
+            return None
+        if segment.phase not in (Phase.DECODE, Phase.VERIFY) and any(
+            run.logits > 1 for run in rank.runs
+        ):
+            return None
+        tokens, runs = rank.tokens + rank.padding, len(rank.runs)
+        return next(
+            (
+                held
+                for held in self._held.get(segment.phase, ())
+                if held.shape.tokens >= tokens and held.shape.runs >= runs
+            ),
             None,
-            self._adapters(bucket),
         )
 
-    def _adapters(self, bucket: int) -> AdapterRows | None:
-        if not self._parts.adapters:
-            return None
-        none = torch.full((bucket,), NO_ADAPTER, dtype=torch.int64, device=self._parts.device)
-        return AdapterRows(none)
 
-    def _group(self, group: GroupSpec, bucket: int) -> GroupInputs:
-        device, state = self._parts.device, group.kind is GroupKind.STATE
-        pad = self._parts.slots if state else -1
-        slots = torch.full((bucket,), pad, dtype=torch.int64, device=device)
-        if state:
-            return GroupInputs(None, slots)
-        width = group.pages_for(self._parts.max_context)
-        return GroupInputs(torch.zeros((bucket, width), dtype=torch.int32, device=device), slots)
-
-
-def _fill(inputs: SegmentInputs, host: HostInputs) -> None:
-    """Copy a step into a bucket's buffers; what is beyond it becomes padding."""
-    _copy(inputs.ids, host.ids, 0)
-    _copy(inputs.positions, host.positions, 0)
-    _copy(inputs.context_lens, host.context_lens, 1)
-    if inputs.adapters is not None:
-        places = np.zeros(0, np.int64) if host.adapters is None else host.adapters
-        _copy(inputs.adapters.index, places, NO_ADAPTER)
-    listed = zip(inputs.groups, host.page_tables, host.slots, host.pads, strict=True)
-    for buffers, table, slots, pad in listed:
-        _copy(buffers.slots, slots, pad)
-        if table is not None:
-            # What is right of the table stays from earlier steps: beyond each context, never read.
-            _copy(buffers.pages[:, : table.shape[1]], table, 0)
-
-
-def _copy(target: torch.Tensor, source: npt.NDArray[Any], padding: int) -> None:
-    rows = staged(source, target.device)
-    target[: len(rows)].copy_(rows, non_blocking=True)
-    target[len(rows) :] = padding
+def rows_of(out: StaticOutput, segment: Segment) -> Tensor:
+    """Logits [R, V] of the rows that the segment asks for, in order."""
+    runs = segment.ranks[0].runs
+    if segment.phase in (Phase.DECODE, Phase.VERIFY):
+        at, wanted = 0, list[int]()
+        for run in runs:
+            at += len(run.tokens)
+            wanted += range(at - run.logits, at)
+    else:
+        at = len(runs)
+        wanted = [number for number, run in enumerate(runs) if run.logits]
+    if len(wanted) == at:
+        return out.logits[:at]
+    return out.logits[to_device(np.array(wanted, np.int64), out.logits.device)]

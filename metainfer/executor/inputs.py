@@ -97,8 +97,11 @@ def build(rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec]) -> Ho
         entry[:real] = _entries(group, pages, token_slot, positions[:real])
         slots.append(entry)
         pads.append(-1)
+    ids = np.zeros(total, np.int64)
+    ids[:real] = step_ids(runs, table)
+    places = adapter_places(runs, table)
     return HostInputs(
-        _ids(runs, table, total),
+        ids,
         positions,
         query_start,
         contexts,
@@ -106,18 +109,16 @@ def build(rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec]) -> Ho
         slots,
         pads,
         _logit_rows(runs, query_start),
-        _adapters(runs, table, lengths, total),
+        None if places is None else np.pad(places, (0, rank.padding), constant_values=NO_ADAPTER),
     )
 
 
-def _adapters(runs: Sequence[TokenRun], table: SlotTable, lengths: Ints, total: int) -> Ints | None:
-    """The place of each token's adapter; padding has none."""
+def adapter_places(runs: Sequence[TokenRun], table: SlotTable) -> Ints | None:
+    """The place of each token's adapter; None where no run has one."""
     places = [table.states[run.slot].adapter for run in runs]
     if all(place == NO_ADAPTER for place in places):
         return None
-    found = np.full(total, NO_ADAPTER, np.int64)
-    found[: int(lengths.sum())] = np.repeat(places, lengths)
-    return found
+    return np.repeat(np.array(places, np.int64), [len(run.tokens) for run in runs])
 
 
 def _adapter_rows(places: Ints, move: Callable[[Ints], torch.Tensor]) -> AdapterRows:
@@ -139,8 +140,9 @@ def _entries(
     return np.where((page >= 0) & ((positions + 1) % ratio == 0), place, -1)
 
 
-def _ids(runs: Sequence[TokenRun], table: SlotTable, total: int) -> Ints:
-    ids = np.zeros(total, np.int64)
+def step_ids(runs: Sequence[TokenRun], table: SlotTable) -> Ints:
+    """The ids of all tokens of `runs`, what the slots know in place of `PENDING`."""
+    ids = np.zeros(sum(len(run.tokens) for run in runs), np.int64)
     at = 0
     for run in runs:
         end = at + len(run.tokens)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from metainfer.core.errors import InternalError
+from metainfer.core.plan import StepGraph
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import (
     ALL_LAYERS,
@@ -34,15 +35,17 @@ from metainfer.core.step import (
     TokenRun,
 )
 from metainfer.executor.finite import FiniteTrace, Place, owners_of
-from metainfer.executor.graphs import DecodeGraphs
+from metainfer.executor.graphs import Capture, CudaCapture, StaticSteps, rows_of
 from metainfer.executor.inputs import build
 from metainfer.executor.protocol import NanGuard
 from metainfer.executor.sampler import broken, finish_runs
 from metainfer.executor.slots import OpenGrammar, SlotTable
 from metainfer.executor.speculative import ModelDrafts, propose
+from metainfer.executor.static import DeviceTables
 from metainfer.kernels.table import OpTable
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.pools import KVStore
+from metainfer.models.common.inputs import SegmentInputs
 
 CPU_LIMIT_TOKENS = 16
 MOST_OPEN = 2
@@ -51,7 +54,7 @@ MOST_OPEN = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalParts:
     """What an executor runs on, put together by `executor.assemble`. `drafts`: most in a run.
-    `adapters`: how many are loaded."""
+    `graphs`: what is captured, in this order. `adapters`: how many are loaded."""
 
     model: Any
     ops: OpTable
@@ -63,7 +66,7 @@ class LocalParts:
     max_context: int
     vocab: int
     weight_bytes: int
-    graph_buckets: tuple[int, ...] = ()
+    graphs: tuple[StepGraph, ...] = ()
     drafts: int = 0
     model_drafts: ModelDrafts | None = None
     adapters: int = 0
@@ -75,7 +78,10 @@ class LocalExecutor:
     def __init__(self, parts: LocalParts) -> None:
         self._parts = parts
         self._slots = SlotTable(parts.groups, parts.slots, parts.max_context, parts.vocab)
-        self._graphs: DecodeGraphs | None = None
+        self._tables = DeviceTables(self._slots, parts.device) if parts.graphs else None
+        self._static: StaticSteps | None = None
+        self._op_by_op = False
+        self.capture: Capture = CudaCapture()  # how steps are captured
         self._open: deque[StepResult] = deque()
         self.nan_guard = NanGuard.LOGITS  # set it before `warm`
 
@@ -113,11 +119,11 @@ class LocalExecutor:
             start, length = runs[0]
             on_bucket(f"{phase.value}, {length} tokens from {start}")
             self._warm_segment(phase, runs[: parts.slots])
-        if parts.graph_buckets and self.nan_guard is not NanGuard.LAYERS:
-            self._graphs = DecodeGraphs(parts)
-            for bucket in parts.graph_buckets:
-                on_bucket(f"decode graph of {bucket}")
-                self._graphs.capture(bucket)
+        if self._tables is not None and self.nan_guard is not NanGuard.LAYERS:
+            self._static = StaticSteps(parts, self._tables, self.capture)
+            for graph in parts.graphs:
+                on_bucket(f"{graph.phase} graph of {graph.tokens}")
+                self._static.capture(graph)
 
     def submit(self, plan: StepPlan) -> None:
         """Run one plan; its result waits for `collect`. At most two are open.
@@ -142,6 +148,8 @@ class LocalExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
         self._slots.apply(plan)
+        if self._tables is not None:
+            self._tables.apply(plan)
         parts = self._parts
         parts.store.copy_pages(plan.copies)
         parts.store.move_states(plan.moves)
@@ -190,12 +198,12 @@ class LocalExecutor:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Inside, captured steps run op by op."""
-        graphs, self._graphs = self._graphs, None
+        """Inside, captured steps run op by op, on the same shapes: the same bits."""
+        self._op_by_op = True
         try:
             yield
         finally:
-            self._graphs = graphs
+            self._op_by_op = False
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -205,30 +213,46 @@ class LocalExecutor:
     def close(self) -> None:
         """Drop open results, and graphs before the memory they point into."""
         self._open.clear()
-        self._graphs = None
+        self._static = None
 
     def _segment(self, segment: Segment) -> list[RunResult]:
         if len(segment.ranks) != 1:
             raise InternalError(f"one rank was given {len(segment.ranks)} token lists")
         parts, rank = self._parts, segment.ranks[0]
+        if self._static is not None:
+            out = self._static.run(segment, self._slots, eager=self._op_by_op)
+            if out is not None:
+                rows, finite = rows_of(out, segment), out.finite
+                return self._finish(segment, rows, lambda: finite, out.hidden, out.inputs)
         phase_ops = parts.ops.phase(segment.phase)
-        guard = self.nan_guard is not NanGuard.OFF
         host = build(rank, self._slots, parts.groups)
-        drafter = parts.model_drafts
-        if self._graphs is not None and _captured(segment) and drafter is None:
-            logits = self._graphs.run(host)
-            if logits is not None:
-                return finish_runs(logits, rank.runs, self._slots, phase_ops, guard=guard)
         inputs = host.to(parts.device)
         hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
-        results = [RunResult(run.slot) for run in rank.runs]
-        if len(host.logit_rows):
-            logits = parts.model.logits(hidden, inputs, phase_ops)
-            results = finish_runs(logits, rank.runs, self._slots, phase_ops, guard=guard)
+        logits = parts.model.logits(hidden, inputs, phase_ops) if len(host.logit_rows) else None
+
+        def finite_rows() -> torch.Tensor:
+            return torch.isfinite(parts.model.normed(hidden).flatten(1)).all(dim=1)
+
+        return self._finish(segment, logits, finite_rows, hidden, inputs)
+
+    def _finish(
+        self,
+        segment: Segment,
+        logits: torch.Tensor | None,
+        finite: Callable[[], torch.Tensor | None],
+        hidden: Any,
+        inputs: SegmentInputs,
+    ) -> list[RunResult]:
+        """Draw, look at rows that show no logits, and let a model that drafts propose."""
+        parts, runs = self._parts, segment.ranks[0].runs
+        ops, guard = parts.ops.phase(segment.phase), self.nan_guard is not NanGuard.OFF
+        results = [RunResult(run.slot) for run in runs]
+        if logits is not None and len(logits):
+            results = finish_runs(logits, runs, self._slots, ops, guard=guard)
         if guard:
-            _check_silent_rows(parts.model.normed(hidden), rank.runs, results)
-        if drafter is not None and segment.stop_layer == ALL_LAYERS:
-            propose(drafter, hidden, inputs, rank.runs, results, self._slots, phase_ops)
+            _check_silent_rows(finite, runs, results)
+        if parts.model_drafts is not None and segment.stop_layer == ALL_LAYERS:
+            propose(parts.model_drafts, hidden, inputs, runs, results, self._slots, ops)
         return results
 
     def _warm_segment(self, phase: Phase, runs: Sequence[tuple[int, int]]) -> None:
@@ -261,23 +285,19 @@ class LocalExecutor:
 
 
 def _check_silent_rows(
-    hidden: torch.Tensor, runs: Sequence[TokenRun], results: list[RunResult]
+    finite: Callable[[], torch.Tensor | None], runs: Sequence[TokenRun], results: list[RunResult]
 ) -> None:
     """Fail runs with rows that have no logits to show NaN, as all of a prompt but its end have.
 
-    `hidden` [T, ...] of the whole segment. One flag per token comes to the host.
+    `finite` gives bool [T] of the whole segment: one flag per token comes to the host. None: the
+    step looks at logits alone.
     """
-    if all(len(run.tokens) <= run.logits for run in runs):
+    if all(len(run.tokens) <= run.logits for run in runs) or (found := finite()) is None:
         return
-    finite = torch.isfinite(hidden.flatten(1)).all(dim=1).tolist()
+    flags = found.tolist()
     at = 0
     for number, run in enumerate(runs):
         end = at + len(run.tokens)
-        if not results[number].error and not all(finite[at : end - run.drafts]):
+        if not results[number].error and not all(flags[at : end - run.drafts]):
             results[number] = broken(run.slot)
         at = end
-
-
-def _captured(segment: Segment) -> bool:
-    """Whether a decode graph computes what this segment asks for."""
-    return segment.phase is Phase.DECODE and segment.stop_layer == ALL_LAYERS

@@ -1,59 +1,134 @@
-"""Which decode steps are captured as graphs, and what stands against it."""
+"""Which steps are captured as graphs, what they hold, and what stands against it op by op."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from metainfer.core.ledger import Loser
-from metainfer.core.plan import DraftPlan
+from metainfer.core.plan import DraftPlan, LedgerRow, StepGraph
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
 from metainfer.kernels.select import Selection
+from metainfer.kv.book.spec import GroupSpec
+from metainfer.models.arch import Arch
 from metainfer.planner.drafts import MODEL
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-"""Token counts at which decode is captured, up to the most running sequences (seed)."""
+"""Sequences at which decode and verify are captured, up to the most running ones (seed)."""
+
+CHUNKS = (64, 128, 256)
+"""Prompt tokens at which chunks are captured, alone and beside decodes (seed): longer ones keep a
+device busy for longer than it takes to launch them."""
+
+CHUNK_RUNS = 4
+"""Most prompts in a captured chunk (seed)."""
 
 CAPTURES = ("cuda",)
 """Kinds of device whose steps can be captured."""
 
+GRAPH_BYTES = 16 << 20
+"""What the driver keeps of one captured step beside its tensors (seed)."""
+
+ITEM, FREE = "captured steps (seed)", "left over"
+
 
 @dataclass(frozen=True, slots=True)
 class GraphChoice:
-    """`buckets`: padded token counts, largest first; empty where decode runs op by op."""
+    """`graphs`: what is captured, the largest first; empty where steps run op by op."""
 
-    buckets: tuple[int, ...]
+    graphs: tuple[StepGraph, ...]
     why: str
     losers: tuple[Loser, ...] = ()
 
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Token counts of decode."""
+        return tuple(g.tokens for g in self.graphs if g.phase == Phase.DECODE.value)
 
-def decode_graphs(selection: Selection, device: str, running: int, draft: DraftPlan) -> GraphChoice:
-    """Buckets up to `running`, or none and every op that prevents it.
 
-    A draft model reads hidden rows, which graphs do not hand out; verify runs have no graphs.
+def wanted(
+    device: str, running: int, step_tokens: int, draft: DraftPlan, domains: int = 1
+) -> tuple[StepGraph, ...]:
+    """What a device of that kind would capture, if every op can be: the largest first, so that
+    later captures fit into the first one's memory. `running`: sequences of one domain.
 
-    Sampling runs outside the graph. Largest first, so that captures share the largest one's memory.
+    Several domains meet in collectives, so all must take the same bucket. Tokens tell them apart
+    alike on every rank, runs do not: only decode is captured there.
+    """
+    if device not in CAPTURES:
+        return ()
+    found = []
+    depth = draft.depth if domains == 1 else 0
+    for runs in (*(bucket for bucket in BUCKETS if bucket < running), running):
+        found.append(StepGraph(phase=Phase.DECODE.value, tokens=runs, runs=runs))
+        tokens = runs * (1 + depth)
+        if depth and tokens <= step_tokens:
+            found.append(StepGraph(phase=Phase.VERIFY.value, tokens=tokens, runs=runs))
+    for tokens in CHUNKS if domains == 1 else ():
+        if tokens <= step_tokens:
+            runs = min(CHUNK_RUNS, running)
+            found.append(StepGraph(phase=Phase.CHUNK.value, tokens=tokens, runs=runs))
+        if tokens + running <= step_tokens:
+            both = tokens + running
+            found.append(StepGraph(phase=Phase.MIXED.value, tokens=both, runs=running))
+    return tuple(sorted(found, key=lambda g: (-g.tokens, -g.runs, g.phase)))
+
+
+def choose(
+    selection: Selection, shapes: Sequence[StepGraph], device: str, draft: DraftPlan
+) -> GraphChoice:
+    """Of the steps `wanted`, those of phases whose every op can be captured.
+
+    A phase with an op that cannot loses with that op's name: it pays every launch. Sampling, and a
+    draft model's own steps, run behind a captured step.
     """
     if device not in CAPTURES:
         return GraphChoice((), f"steps on {device} are not captured")
+    against: dict[str, dict[str, Reason]] = {}
+    for choice in selection.bundle.choices:
+        request, impl = choice.request, choice.impl
+        if request.op != "sample" and not impl.graph_safe:
+            text = f"{impl.id} at {request.site} cannot be captured"
+            against.setdefault(request.phase.value, {})[impl.id] = Reason("graph", text)
+    losers = tuple(
+        Loser(f"{phase} graphs", tuple(reasons.values()))
+        for phase in dict.fromkeys(shape.phase for shape in shapes)
+        if (reasons := against.get(phase))
+    )
     if draft.method == MODEL:
-        return GraphChoice((), "decode runs op by op: the draft model reads its hidden rows")
-    unsafe = {
-        choice.impl.id: Reason(
-            "graph", f"{choice.impl.id} at {choice.request.site} cannot be captured"
-        )
-        for choice in selection.bundle.choices
-        if choice.request.phase is Phase.DECODE
-        and choice.request.op != "sample"
-        and not choice.impl.graph_safe
-    }
-    if unsafe:
-        loser = Loser("decode graphs", tuple(unsafe.values()))
-        return GraphChoice((), "decode runs op by op: it pays every launch", (loser,))
-    losers: tuple[Loser, ...] = ()
-    if draft.depth:
-        eager = Reason("not-built", "verify runs pay every launch: they are not captured yet")
-        losers = (Loser("verify graphs", (eager,)),)
-    reached = [bucket for bucket in BUCKETS if bucket < running]
-    buckets = tuple(sorted({*reached, running}, reverse=True))
-    return GraphChoice(buckets, "seed, up to concurrency", losers)
+        text = "the draft model's own steps pay every launch: they are not captured yet"
+        losers = (*losers, Loser("draft graphs", (Reason("not-built", text),)))
+    graphs = tuple(shape for shape in shapes if shape.phase not in against)
+    if not any(shape.phase == Phase.DECODE.value for shape in graphs):
+        return GraphChoice(graphs, "decode runs op by op: it pays every launch", losers)
+    return GraphChoice(graphs, "seed, up to concurrency", losers)
+
+
+def graph_row(
+    shapes: Sequence[StepGraph], arch: Arch, groups: Sequence[GroupSpec], context: int, width: int
+) -> LedgerRow | None:
+    """What captured steps hold: intermediates of the largest, whose memory all share, and of each
+    its logits, its page tables and the driver's part. `width`: bytes of an activation element."""
+    if not shapes:
+        return None
+    tables = sum(4 * group.pages_for(context) for group in groups)
+    shared = max(arch.activation_bytes(s.tokens, _rows(s), width) for s in shapes)
+    each = sum(GRAPH_BYTES + s.runs * tables + 4 * _rows(s) * arch.vocab_size for s in shapes)
+    return LedgerRow(item=ITEM, kind="graphs", bytes=shared + each)
+
+
+def released(ledger: Sequence[LedgerRow]) -> tuple[LedgerRow, ...]:
+    """The ledger of a plan that captures nothing: what was kept for it is left over."""
+    kept = sum(row.bytes for row in ledger if row.item == ITEM)
+    return tuple(
+        replace(row, bytes=row.bytes + kept) if row.item == FREE else row
+        for row in ledger
+        if row.item != ITEM
+    )
+
+
+def _rows(shape: StepGraph) -> int:
+    """Rows of logits."""
+    short = shape.phase in (Phase.DECODE.value, Phase.VERIFY.value)
+    return shape.tokens if short else shape.runs

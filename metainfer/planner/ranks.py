@@ -15,7 +15,7 @@ from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Layout
 from metainfer.kv.book.spec import CacheSpec, GroupSpec, form_groups
 from metainfer.models.arch import Arch
-from metainfer.planner import drafts
+from metainfer.planner import drafts, graphs
 from metainfer.planner.adapters import adapter_rows
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.fitting import DOES_NOT_FIT
@@ -144,6 +144,7 @@ class Cards:
         _, groups = self._groups(layout, packings)
         drafts.check_rewind(self.draft, groups)
         beside = (self._activations(layout, rank), *self._slabs(layout))
+        beside = (*beside, *self._graphs(layout, rank, groups, running or self.running(layout)))
         held = total([row for row in (*weights, *beside) if row.memory == "device"])
         budget, most = self._budget(layout, held)
         ask = CacheAsk(
@@ -181,6 +182,16 @@ class Cards:
         scored = min(tokens, self.running(layout) * (1 + self.draft.depth))
         held = rank.activation_bytes(tokens, scored, DTYPE_BYTES[self.dtype])
         return LedgerRow(item=f"activations of {tokens} tokens", kind="transient", bytes=held)
+
+    def _graphs(
+        self, layout: LayoutPlan, rank: Arch, groups: tuple[GroupSpec, ...], running: int
+    ) -> list[LedgerRow]:
+        """What captured steps take, if every op can be captured."""
+        kind, limits = self.facts.device.kind, self.limits
+        shapes = graphs.wanted(kind, running, limits.step_tokens, self.draft, layout.data)
+        width = DTYPE_BYTES[self.dtype]
+        row = graphs.graph_row(shapes, rank, groups, limits.max_context, width)
+        return [] if row is None else [row]
 
     def _slabs(self, layout: LayoutPlan) -> list[LedgerRow]:
         """Peers that may write into each other meet on the cards, others in pinned memory."""

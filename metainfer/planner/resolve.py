@@ -22,9 +22,8 @@ from metainfer.kernels.select import Policy, Selection, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
-from metainfer.planner import adapters, drafts, grammars
+from metainfer.planner import adapters, drafts, grammars, graphs
 from metainfer.planner.calibration import Calibration, nothing_measured
-from metainfer.planner.graphs import decode_graphs
 from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.search import Candidate, search, unbuilt
 from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, census
@@ -290,15 +289,20 @@ class _Resolver:
                 tuple(Loser(loser.impl, loser.reasons) for loser in choice.rejected),
             )
 
-    def graph_buckets(
-        self, selection: Selection, running: int, draft: DraftPlan
-    ) -> tuple[int, ...]:
-        chosen = decode_graphs(selection, self.facts.device.kind, running, draft)
+    def graphs(self, cards: Cards, held: Held, selection: Selection) -> graphs.GraphChoice:
+        kind, running = self.facts.device.kind, held.cache.sizes.slots
+        shapes = graphs.wanted(
+            kind, running, cards.limits.step_tokens, cards.draft, held.layout.data
+        )
+        chosen = graphs.choose(selection, shapes, kind, cards.draft)
         origin = Origin.SEED if chosen.buckets else Origin.DERIVED
         self.ledger.record(
             "graph_buckets", chosen.buckets or "none", origin, chosen.why, chosen.losers
         )
-        return chosen.buckets
+        listed = [f"{g.phase} {g.tokens}/{g.runs}" for g in chosen.graphs]
+        why = "tokens and runs of each captured step, the largest first"
+        self.ledger.record("graphs", ", ".join(listed) or "none", origin, why)
+        return chosen
 
     def record_threads(self, source: Origin) -> None:
         cores = self.facts.host.usable_cores
@@ -327,7 +331,7 @@ class _Resolver:
     def plan(self, cards: Cards, held: Held, selection: Selection, machine: str) -> Plan:
         """Everything decided, frozen."""
         layout, limits, draft = held.layout, cards.limits, cards.draft
-        buckets = self.graph_buckets(selection, held.cache.sizes.slots, draft)
+        captured = self.graphs(cards, held, selection)
         intent, software = self.intent, self.facts.software
         grammar = grammars.decide(intent.grammar, software, self.ledger, intent.origin("grammar"))
         threads = self.ledger["threads"].value
@@ -360,10 +364,11 @@ class _Resolver:
                 )
                 for c in selection.bundle.choices
             },
-            graph_buckets=buckets,
+            graph_buckets=captured.buckets,
+            graphs=captured.graphs,
             limits=limits,
             draft=draft,
-            ledger=held.ledger(),
+            ledger=held.ledger() if captured.graphs else graphs.released(held.ledger()),
             decisions=self.decisions(),
             adapters=adapters.adapter_plans(self.arch.adapters),
         )

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from harness import ask, start
 from lora_files import ATTENTION, EVERY, Recipe, matrices_of, save_pairs
-from test_graphs import executor_of, with_graphs
+from statics import again, capture_steps, decode, executor_of
 from test_ledger_covers_step import LIMIT, Outside
 
 from metainfer.core.errors import ModelError
 from metainfer.core.intent import Intent
 from metainfer.core.request import SamplingParams
+from metainfer.core.step import Segment
 from metainfer.engine.engine import Engine
 from metainfer.engine.protocol import Guards
 from metainfer.executor.protocol import NanGuard
@@ -55,21 +56,19 @@ def test_a_bucket_serves_any_mix(folders: dict[str, str], rng: random.Random) ->
         ]
 
     eager = answers()
-    made, replayed = with_graphs(engine), []
+    made, replayed = capture_steps(executor_of(engine), decode(4, 2, 1), again), []
     run = made.run
 
-    def spy(host: Any) -> Any:
-        logits = run(host)
-        if logits is not None:
-            tokens = len(host.ids)
-            inputs = made._captured[min(b for b in made._captured if b >= tokens)].inputs
-            assert inputs.adapters is not None
-            assert (inputs.adapters.index[tokens:] == -1).all()
-            replayed.append(tuple(inputs.adapters.index[:tokens].tolist()))
-        return logits
+    def spy(segment: Segment, table: Any, *, eager: bool) -> Any:
+        out, tokens = run(segment, table, eager=eager), segment.ranks[0].tokens
+        if out is not None:
+            assert out.inputs.adapters is not None
+            places = out.inputs.adapters.index
+            assert (places[tokens:] == -1).all()
+            replayed.append(tuple(places[:tokens].tolist()))
+        return out
 
     made.run = spy  # type: ignore[method-assign]
-    executor_of(engine)._graphs = made
     assert answers() == eager
     assert {(1, 0, -1), (-1, -1, 0, 1), (-1, -1, -1), (0,), (-1,)} <= set(replayed)
 

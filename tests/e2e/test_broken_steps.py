@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import ask, save_tiny
 
+from metainfer.core.plan import StepGraph
 from metainfer.core.request import FinishReason, SamplingParams
 from metainfer.core.step import NON_FINITE, StepPlan
 from metainfer.engine.engine import Engine
@@ -107,19 +108,24 @@ def test_layers_are_looked_at_without_graphs(tiny: Path, monkeypatch: pytest.Mon
     from dataclasses import replace
 
     from metainfer.executor import local
+    from metainfer.executor.static import DeviceTables
 
     captured: list[int] = []
 
-    class Graphs:
-        def __init__(self, parts: Any) -> None: ...
+    class Steps:
+        def __init__(self, *parts: Any) -> None: ...
 
-        def capture(self, bucket: int) -> None:
-            captured.append(bucket)
+        def capture(self, shape: StepGraph) -> None:
+            captured.append(shape.tokens)
 
-    monkeypatch.setattr(local, "DecodeGraphs", Graphs)
+        def run(self, *step: Any, eager: bool) -> None: ...
+
+    monkeypatch.setattr(local, "StaticSteps", Steps)
     engine, _ = watched(tiny)
     executor: Any = engine._executor
-    executor._parts = replace(executor._parts, graph_buckets=(1, 2))
+    graphs = tuple(StepGraph(phase="decode", tokens=n, runs=n) for n in (1, 2))
+    executor._parts = replace(executor._parts, graphs=graphs)
+    executor._tables = DeviceTables(executor._slots, torch.device("cpu"))
     executor.nan_guard = NanGuard.LAYERS
     executor.warm()
     assert not captured

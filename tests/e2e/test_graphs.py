@@ -1,19 +1,21 @@
-"""Decode graphs against eager steps: buckets, padding rows, stale table entries, unsampled rows.
+"""Captured steps of dense models against their ops: buckets, padding, stale entries, silent rows.
 
-Without a card a replay runs the model on the bucket's own buffers, so everything but the capture
-itself is judged here; on a card (``-m gpu``) the real graphs are.
+Without a card a replay runs the step's Python again on the bucket's buffers, since the dense ops
+of a CPU ask the host; on a card (``-m gpu``) the real graphs are judged. DeepSeek-V4's steps are
+really recorded (`test_v4_graphs`).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from harness import ask, start
+from statics import Logits, again, capture_steps, decode, executor_of, release_steps
 
+from metainfer.core.plan import StepGraph
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import (
     NewRequest,
@@ -25,42 +27,14 @@ from metainfer.core.step import (
     TokenRun,
 )
 from metainfer.engine.engine import Engine
-from metainfer.executor import graphs
 from metainfer.executor.local import LocalExecutor
 
-BUCKETS = (4, 2, 1)
-
-
-class _Replay:
-    """Stands for a captured graph: the model once more over the same buffers."""
-
-    def __init__(self, step: Any, out: torch.Tensor) -> None:
-        self.step, self.out = step, out
-
-    def replay(self) -> None:
-        self.out.copy_(self.step())
-
-
-class Recomputed(graphs.DecodeGraphs):
-    """`DecodeGraphs` on CPU."""
-
-    @torch.inference_mode()
-    def capture(self, bucket: int) -> None:
-        parts, inputs = self._parts, self._buffers(bucket)
-        ops = parts.ops.phase(Phase.DECODE)
-
-        def step() -> torch.Tensor:
-            hidden = parts.model.forward(inputs, parts.store.layers, ops)
-            logits: torch.Tensor = parts.model.logits(hidden, inputs, ops)
-            return logits
-
-        out = step()
-        self._captured[bucket] = graphs._Captured(_Replay(step, out), inputs, out)  # type: ignore
-
-
-def executor_of(engine: Engine) -> LocalExecutor:
-    assert engine._executor is not None
-    return engine._executor
+SHAPES = (
+    StepGraph(phase="mixed", tokens=34, runs=6),
+    StepGraph(phase="chunk", tokens=32, runs=3),
+    StepGraph(phase="chunk", tokens=8, runs=3),
+    *decode(4, 2, 1),
+)
 
 
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-mistral"])
@@ -72,55 +46,39 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         context=200,
         concurrency=6,
         chunk_tokens=32,
+        prefix_cache=False,
     )
     yield made
     made.close()
 
 
-def with_graphs(engine: Engine) -> graphs.DecodeGraphs:
-    executor = executor_of(engine)
-    made = Recomputed(executor._parts)
-    for bucket in BUCKETS:
-        made.capture(bucket)
-    return made
-
-
-def padding_is_harmless(made: graphs.DecodeGraphs, tokens: int) -> None:
-    """Each padding row is one token on page 0 that writes nothing, whatever stood there before."""
-    inputs = made._captured[min(bucket for bucket in BUCKETS if bucket >= tokens)].inputs
-    assert (inputs.context_lens[tokens:] == 1).all() and (inputs.positions[tokens:] == 0).all()
-    for group in inputs.groups:
-        assert (group.slots[tokens:] == -1).all() and (group.page_table[tokens:, 0] == 0).all()
-
-
-def test_graphs_give_the_eager_answers(engine: Engine, rng: random.Random) -> None:
+def test_replays_give_the_bits_of_their_ops(engine: Engine, rng: random.Random) -> None:
     """Batches above, at and below the buckets; contexts that shrink leave stale entries behind."""
     prompts = [[rng.randrange(3, 300) for _ in range(n)] for n in (120, 3, 60, 1, 33, 9)]
     params = [
         SamplingParams(temperature=t, seed=i, max_tokens=9 + 3 * i, logprobs=1)
         for i, t in enumerate((0.0, 0.8, 0.0, 0.9, 0.0, 0.7))
     ]
-    executor, replayed = executor_of(engine), []
-    eager = ask(engine, prompts, params) + ask(engine, prompts[1:3], params[1:3])
-    made = with_graphs(engine)
-    run = made.run
 
-    def spy(host: Any) -> Any:
-        logits = run(host)
-        tokens = len(host.ids)
-        replayed.append(None if logits is None else tokens)
-        if logits is not None:
-            padding_is_harmless(made, tokens)
-        return logits
+    def run() -> tuple[list[list[int]], list[torch.Tensor]]:
+        with Logits(engine) as seen:
+            found = ask(engine, prompts, params) + ask(engine, prompts[1:3], params[1:3])
+        return [answer.tokens for answer in found], seen.rows
 
-    made.run = spy  # type: ignore[method-assign]
-    executor._graphs = made
+    plain, _ = run()  # on shapes of their own: other sums, the same answers in float64
+    steps = capture_steps(executor_of(engine), SHAPES, again)
     try:
-        found = ask(engine, prompts, params) + ask(engine, prompts[1:3], params[1:3])
+        with executor_of(engine).eager():
+            eager, rows = run()
+        assert not steps.replays
+        replayed, others = run()
     finally:
-        executor._graphs = None
-    assert {None, 1, 2, 3, 4} <= set(replayed)  # beyond every bucket, full ones, padded ones
-    assert [answer.tokens for answer in found] == [answer.tokens for answer in eager]
+        release_steps(executor_of(engine))
+    assert plain == eager == replayed
+    assert len(rows) == len(others)
+    assert all(torch.equal(a, b) for a, b in zip(rows, others, strict=True))
+    assert set(steps.replays) == {Phase.DECODE, Phase.CHUNK, Phase.MIXED}
+    assert any(len(row) > 4 for row in rows)  # and some stand beyond every bucket
 
 
 def test_a_graph_step_with_a_row_that_samples_nothing(engine: Engine) -> None:
@@ -148,8 +106,9 @@ def test_a_graph_step_with_a_row_that_samples_nothing(engine: Engine) -> None:
         return [run.tokens for run in result.runs]
 
     eager = step()
-    executor._graphs = with_graphs(engine)
+    steps = capture_steps(executor, decode(4), again)
     assert step() == eager
+    assert steps.replays == {Phase.DECODE: 1}
     assert eager[0] == () and len(eager[1]) == len(eager[2]) == 1 and eager[1] != eager[2]
 
 
@@ -158,18 +117,14 @@ def test_gpu_graphs_against_eager(rng: random.Random) -> None:
     """On a card, bit for bit: the same kernels on the same shapes, replayed or launched."""
     made = start("random:qwen3-8b?layers=2", platform="cuda", context=2048, concurrency=4)
     executor = executor_of(made)
-    held = executor._graphs
-    assert held is not None, "no graph was captured"
+    assert executor._static is not None, "no graph was captured"
     prompts = [[rng.randrange(3, 150000) for _ in range(n)] for n in (700, 3, 129, 64)]
     params = [SamplingParams(temperature=0.0, max_tokens=40, logprobs=1)] * 4
-    captured = ask(made, prompts, params)
-    scheduled, logits = held._captured[4], held._captured[4].logits.clone()
-    with torch.inference_mode():
-        ops = executor._parts.ops.phase(Phase.DECODE)
-        scheduled.graph.replay()
-        logits = scheduled.logits.clone()
-        hidden = executor._parts.model.forward(scheduled.inputs, executor._parts.store.layers, ops)
-        eager = executor._parts.model.logits(hidden, scheduled.inputs, ops)
-    assert torch.equal(logits, eager)
-    assert all(len(answer.tokens) == 40 for answer in captured)
+    with Logits(made) as captured:
+        found = ask(made, prompts, params)
+    with executor.eager(), Logits(made) as eager:
+        answers = ask(made, prompts, params)
+    assert executor._static.replays[Phase.DECODE] > 30
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in answers]
+    assert all(torch.equal(a, b) for a, b in zip(captured.rows, eager.rows, strict=True))
     made.close()

@@ -16,6 +16,7 @@ from metainfer.kernels.impl import Evidence
 from metainfer.kernels.select import Policy
 from metainfer.models.registry import random_config, read_arch
 from metainfer.ops.catalog import builtin_registry
+from metainfer.planner.graphs import GRAPH_BYTES
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved, resolve
 from metainfer.platform.facts import Facts
@@ -79,10 +80,30 @@ def test_decode_graphs_are_a_decision_and_what_prevents_them_shows() -> None:
     assert decision(plan, "graph_buckets").origin is Origin.SEED
     eager = resolved(without=("kv_write/triton",), concurrency=6)
     assert eager.plan.graph_buckets == ()
-    (loser,) = decision(eager, "graph_buckets").losers
-    assert [reason.message for reason in loser.reasons] == [
+    losers = {loser.value: loser.reasons for loser in decision(eager, "graph_buckets").losers}
+    assert set(losers) == {"decode graphs", "chunk graphs", "mixed graphs"}
+    assert [reason.message for reason in losers["decode graphs"]] == [
         "kv_write/torch at kv_write cannot be captured"
     ]
+
+
+def test_chunks_are_captured_up_to_what_a_step_holds() -> None:
+    plan = resolved(concurrency=6, chunk_tokens=130).plan
+    shapes = [(g.phase, g.tokens, g.runs) for g in plan.graphs]
+    assert shapes[:2] == [("chunk", 128, 4), ("mixed", 70, 6)]  # the largest first
+    assert [tokens for _, tokens, _ in shapes] == sorted((t for _, t, _ in shapes), reverse=True)
+    assert {g.tokens for g in plan.graphs if g.phase == "decode"} == set(plan.graph_buckets)
+    assert resolved(concurrency=6, chunk_tokens=130).plan.fingerprint == plan.fingerprint
+
+
+def test_captured_steps_are_in_the_ledger_or_left_over() -> None:
+    plan = resolved(concurrency=6).plan
+    (row,) = [row for row in plan.ledger if row.kind == "graphs"]
+    logits = 4 * sum(g.tokens if g.phase == "decode" else g.runs for g in plan.graphs)
+    assert row.bytes > len(plan.graphs) * GRAPH_BYTES + logits * plan.model.vocab_size
+    eager = resolved(without=("kv_write/triton",), concurrency=6).plan
+    assert not [row for row in eager.ledger if row.kind == "graphs"]
+    assert sum(row.bytes for row in eager.ledger) == sum(row.bytes for row in plan.ledger)
 
 
 def test_a_bound_that_the_step_sets_is_derived() -> None:

@@ -148,7 +148,7 @@ def test_b22_every_consumer_reads_the_effective_value(depth: int) -> None:
 
 
 def test_graphs_that_drafts_cost_are_on_the_record() -> None:
-    """Law 1: decode graphs that a draft model prevents, verify graphs that do not exist."""
+    """Law 1: verify runs are captured at the depth in force; a draft model's own steps are not."""
 
     def graphs(found: Resolved) -> Decision:
         (only,) = [d for d in found.plan.decisions if d.key == "graph_buckets"]
@@ -157,10 +157,14 @@ def test_graphs_that_drafts_cost_are_on_the_record() -> None:
     assert not graphs(resolved(None)).losers
     drafted = resolved("ngram:3")
     assert drafted.plan.graph_buckets == resolved(None).plan.graph_buckets != ()
-    (loser,) = graphs(drafted).losers
-    assert loser.value == "verify graphs"
+    assert not graphs(drafted).losers
+    verify = [g for g in drafted.plan.graphs if g.phase == "verify"]
+    assert [g.runs for g in verify] == list(drafted.plan.graph_buckets)
+    assert all(g.tokens == 4 * g.runs for g in verify)
     module = resolved("mtp", ANY_DEPTH)
-    assert module.plan.graph_buckets == () and "hidden rows" in graphs(module).why
+    assert module.plan.graph_buckets == drafted.plan.graph_buckets
+    (loser,) = graphs(module).losers
+    assert loser.value == "draft graphs"
 
 
 def states(ring: int, rewind: Rewind = Rewind.CURSOR) -> CacheSpec:

@@ -1,0 +1,143 @@
+"""A step whose shapes are fixed: what the host writes for it, and the rest computed on the device.
+
+The host writes ids, and slot, first position and length of each run: a few numbers, in one copy.
+Positions, places in every cache group, page tables and lengths follow on the device from the page
+tables of all slots, so that a captured step needs nothing else. A step of a bucket of T tokens and
+S runs is padded: unused runs belong to a spare slot, whose pages are all page 0, which no request
+owns. In decode each of them is one token that writes nothing; elsewhere it has no token, and the
+tokens behind the last run belong to none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from metainfer.core.plan import StepGraph
+from metainfer.core.step import NO_ADAPTER, PENDING, Phase, StepPlan
+from metainfer.executor.slots import SlotTable
+from metainfer.executor.transfer import staged, to_device
+from metainfer.kv.book.spec import GroupKind, GroupSpec
+from metainfer.models.common.inputs import GroupInputs, SegmentInputs
+from metainfer.ops.common import owners
+from metainfer.ops.lora.rows import AdapterRows
+
+Ints = npt.NDArray[np.int64]
+
+
+class DeviceTables:
+    """The tables of all slots on the device, kept current by the plans' diffs.
+
+    `pages` [slots + 1, W] int32 for each group (W = 0 for states); `latest` int64 [slots + 1], the
+    token drawn last. The last line is the spare slot's.
+    """
+
+    def __init__(self, table: SlotTable, device: torch.device) -> None:
+        self._host = table
+        self.spare = table.slots
+        shapes = [(table.slots + 1, pages.shape[1]) for pages in table.page_tables]
+        self.pages = [torch.full(s, -1, dtype=torch.int32, device=device) for s in shapes]
+        for pages in self.pages:
+            pages[-1] = 0
+        self.latest = torch.zeros(table.slots + 1, dtype=torch.int64, device=device)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in a plan's diff, after the host's tables have."""
+        changed = sorted({new.slot for new in plan.new} | {grant.slot for grant in plan.pages})
+        if not changed:
+            return
+        lines = np.array(changed, np.int64)
+        where = to_device(lines, self.latest.device)
+        for pages, host in zip(self.pages, self._host.page_tables, strict=True):
+            if host.shape[1]:
+                pages.index_copy_(0, where, to_device(host[lines], pages.device))
+
+
+@dataclass(slots=True)
+class StepBuffers:
+    """What the host writes. `numbers` holds all of it; the rest are views, int64.
+
+    `ids` [T], `PENDING` for the slot's latest token; `slots`, `starts`, `lengths` [S]; `adapters`
+    [T], their places, None where the model has none.
+    """
+
+    numbers: Tensor
+    ids: Tensor
+    slots: Tensor
+    starts: Tensor
+    lengths: Tensor
+    adapters: Tensor | None
+
+    @staticmethod
+    def make(shape: StepGraph, device: torch.device, *, adapters: bool) -> StepBuffers:
+        parts = [shape.tokens, *[shape.runs] * 3, *[shape.tokens] * adapters]
+        numbers = torch.zeros(sum(parts), dtype=torch.int64, device=device)
+        ids, slots, starts, lengths, *places = torch.split(numbers, parts)
+        return StepBuffers(numbers, ids, slots, starts, lengths, places[0] if places else None)
+
+    def fill(self, ids: Ints, runs: Sequence[tuple[int, int, int]], spare: int, one: bool) -> None:
+        """Write a step of `runs` (slot, start, length) over `ids`; the rest becomes padding.
+
+        `one`: a padding run is one token, as in decode.
+        """
+        tokens, count = self.ids.shape[0], self.slots.shape[0]
+        new = np.zeros(self.numbers.shape[0], np.int64)
+        new[: len(ids)] = ids
+        slots, starts, lengths = new[tokens : tokens + 3 * count].reshape(3, count)
+        slots[:], lengths[:] = spare, int(one)
+        if runs:
+            slots[: len(runs)], starts[: len(runs)], lengths[: len(runs)] = zip(*runs, strict=True)
+        if self.adapters is not None:
+            new[tokens + 3 * count :] = NO_ADAPTER
+        self.numbers.copy_(staged(new, self.numbers.device), non_blocking=True)
+
+    def fill_adapters(self, places: Ints | None) -> None:
+        """Write the place of each token's adapter; None where no run has one. After `fill`."""
+        if self.adapters is not None and places is not None:
+            target = self.adapters[: len(places)]
+            target.copy_(staged(places, target.device), non_blocking=True)
+
+
+def step_inputs(
+    shape: StepGraph, buffers: StepBuffers, tables: DeviceTables, groups: Sequence[GroupSpec]
+) -> SegmentInputs:
+    """What a model reads, from buffers and tables alone: no value comes to the host."""
+    slots, starts, lengths = buffers.slots, buffers.starts, buffers.lengths
+    at = torch.arange(shape.tokens, device=slots.device)
+    one = shape.phase == Phase.DECODE.value
+    if one:
+        query_start = torch.arange(shape.runs + 1, dtype=torch.int32, device=slots.device)
+        sequence, positions, owner = at, starts, slots
+    else:
+        ends = lengths.cumsum(0)
+        query_start = torch.cat((ends.new_zeros(1), ends)).int()
+        sequence, real = owners(query_start, shape.tokens)
+        within = at - query_start.long().index_select(0, sequence)
+        positions = torch.where(real, starts.index_select(0, sequence) + within, 0)
+        owner = torch.where(real, slots.index_select(0, sequence), tables.spare)
+    contexts = torch.where(lengths > 0, starts + lengths, 1).int()
+    ids = torch.where(buffers.ids == PENDING, tables.latest.index_select(0, owner), buffers.ids)
+    found = []
+    for group, pages in zip(groups, tables.pages, strict=True):
+        if group.kind is GroupKind.STATE:
+            found.append(GroupInputs(None, slots))
+            continue
+        table = pages.index_select(0, slots)  # [S, W]
+        page = table[sequence, positions // group.page_tokens].long()  # [T]
+        found.append(GroupInputs(table, _places(group, page, positions, owner < tables.spare)))
+    every = one or shape.phase == Phase.VERIFY.value
+    last = None if every else (query_start[1:].long() - 1).clamp_min(0)
+    rows = None if buffers.adapters is None else AdapterRows(buffers.adapters)
+    return SegmentInputs(ids, positions, query_start, contexts, tuple(found), last, rows)
+
+
+def _places(group: GroupSpec, page: Tensor, positions: Tensor, owned: Tensor) -> Tensor:
+    """Where each token writes: its own entry, or the compressed one that it closes; else -1."""
+    span, ratio = group.page_tokens, group.tokens_per_entry
+    place = page * group.page_entries + positions % span // ratio
+    return torch.where(owned & (page >= 0) & ((positions + 1) % ratio == 0), place, -1)
