@@ -52,7 +52,7 @@ def run(intent: Intent, options: OfflineOptions, log: Callable[[str], None]) -> 
             f"the longest row needs {longest} tokens, the context is {info.max_context}.",
             "Raise --context or shorten the rows.",
         )
-    ours = _Ours(engine, info.vocab_size)
+    ours = EngineSide(engine, info.vocab_size)
     sides: list[tuple[str, Any]] = [("metainfer", ours)]
     verification: dict[str, object] = {"checked": False}
     if options.against == "transformers":
@@ -71,7 +71,7 @@ def run(intent: Intent, options: OfflineOptions, log: Callable[[str], None]) -> 
     return {"rows": rows, "verification": verification, "conditions": described}
 
 
-class _Ours:
+class EngineSide:
     """The engine as a timed thing."""
 
     def __init__(self, engine: Engine, vocab: int) -> None:
@@ -150,7 +150,7 @@ class _Transformers:
         return found
 
 
-def _verify(ours: _Ours, theirs: _Transformers, options: OfflineOptions) -> dict[str, object]:
+def _verify(ours: EngineSide, theirs: _Transformers, options: OfflineOptions) -> dict[str, object]:
     prompt = drawn_prompts(1, min(200, options.prompt_tokens * 4), ours.vocab, options.seed + 999)[
         0
     ]

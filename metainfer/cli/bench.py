@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
+from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json, RankMachine
 from metainfer.cli.output import Result
 from metainfer.core.errors import UsageError
 
@@ -19,6 +20,7 @@ def app() -> App:
     group.command(offline, name="offline")
     group.command(serve, name="serve")
     group.command(calibrate, name="calibrate")
+    group.command(ladder, name="ladder")
     return group
 
 
@@ -41,13 +43,15 @@ def offline(
         Literal["", "transformers"], _flag("--against", "measure this beside us, in the same run")
     ] = "",
     seed: Annotated[int, _flag("--seed", "of the prompts")] = 0,
+    machine: RankMachine = None,
     engine: EngineFlags = NO_FLAGS,
     as_json: Json = False,
 ) -> Result:
-    """Decode and prefill speed without a server.
+    """Decode and prefill speed without a server; with --rank-of of one rank, its peers emulated.
 
     Example: metainfer bench offline smollm2-135m --against transformers
     """
+    from metainfer.bench import emulated
     from metainfer.bench.offline import OfflineOptions, run
 
     options = OfflineOptions(
@@ -59,7 +63,11 @@ def offline(
         against=against,
         seed=seed,
     )
-    document = run(engine.intent(model), options, _log)
+    intent = engine.intent(model, of_machine=machine)
+    if intent.rank_of is not None:
+        document = emulated.run(intent, options, _log)
+        return Result(document, emulated.table(document))
+    document = run(intent, options, _log)
     return Result(document, table(document))
 
 
@@ -135,6 +143,49 @@ def calibrate(
     ]
     lines.append(f"band {found['band']:.0%} from {found['samples']} kinds of steps")
     return Result(document, "\n".join(lines))
+
+
+def ladder(
+    model: Annotated[str, Parameter(help="folder, .gguf file, cached name, or catalogue name")],
+    /,
+    *,
+    prompt_tokens: Annotated[int, _flag("--prompt-tokens", "tokens per prompt")] = 64,
+    output_tokens: Annotated[int, _flag("--output-tokens", "tokens per answer")] = 48,
+    batch: Annotated[tuple[int, ...], _flag("--batch", "batch size (repeatable)")] = (1, 8),
+    prefill_tokens: Annotated[
+        int, _flag("--prefill-tokens", "prompt of the prefill row; 0 skips it")
+    ] = 1000,
+    repeats: Annotated[int, _flag("--repeats", "turns of every pair")] = 7,
+    seed: Annotated[int, _flag("--seed", "of prompts and order")] = 0,
+    picture: Annotated[Path | None, _flag("--picture", "write the ladder as SVG here")] = None,
+    engine: EngineFlags = NO_FLAGS,
+    as_json: Json = False,
+) -> Result:
+    """What each measure is worth, from a stock engine's way of working to ours.
+
+    Example: metainfer bench ladder smollm2-135m --picture ladder.svg
+    """
+    from metainfer.bench import ladder as climbing
+    from metainfer.bench.ladder_picture import picture as drawn
+
+    if repeats < 2 or output_tokens < 2 or prompt_tokens < 1 or not batch or min(batch) < 1:
+        raise UsageError(
+            "--repeats and --output-tokens are at least 2, --prompt-tokens and --batch at least 1."
+        )
+    if picture is not None and not picture.parent.is_dir():
+        raise UsageError(f"{picture.parent} is not a folder.", "Make it, or name another.")
+    options = climbing.LadderOptions(
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        batches=batch,
+        prefill_tokens=prefill_tokens,
+        repeats=repeats,
+        seed=seed,
+    )
+    document = climbing.run(engine.intent(model), options, _log)
+    if picture is not None:
+        picture.write_text(drawn(document), encoding="utf-8")
+    return Result(document, climbing.text(document))
 
 
 def _log(text: str) -> None:
