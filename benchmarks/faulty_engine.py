@@ -4,8 +4,8 @@
 then deleted: ``nan`` (the first run of the step meets NaN), ``oom`` (the step raises as torch does
 when memory lacks), ``hang`` (it never ends, and lets the interpreter go), ``lock`` (it never ends,
 and holds the interpreter's lock), ``raise`` (an error nobody expects). While there is a file
-``slow``, steps take 20 ms longer; while there is ``hold``, none is taken after one that brought
-tokens: answers stay open for as long as somebody looks, and messages are obeyed.
+``hold``, no step is taken after one that brought tokens: answers stay open for as long as somebody
+looks, and messages are obeyed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class FaultyEngine(Engine):
     _held = False
 
     def step(self) -> tuple[list[RequestOutput], EngineStats]:
-        self._held &= (self.folder / "hold").exists()
-        if self._held:
+        hold = self.folder / "hold"
+        if self._held and hold.exists() and self.scheduler.running:
             time.sleep(0.005)
             return [], self.stats()
         outputs, stats = super().step()
-        self._held = any(output.tokens for output in outputs)
+        self._held = hold.exists() and any(output.tokens for output in outputs)
         return outputs, stats
 
     def start(self) -> Any:
@@ -50,8 +50,6 @@ class FaultyEngine(Engine):
         def faulty_run(plan: StepPlan) -> Any:
             nonlocal spoil
             spoil = self._ordered("nan")
-            if (self.folder / "slow").exists():
-                time.sleep(0.02)
             if self._ordered("oom"):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
             if self._ordered("raise"):

@@ -15,9 +15,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from faulty_server import MODEL, Faulty, faulty
 from harness import ask, start
 from lora_files import ATTENTION, EVERY, Recipe, matrices_of, save_pairs
-from test_serve import MODEL, Server, serving
+from served import eventually
 
 from metainfer.core.request import SamplingParams
 from metainfer.engine.model_text import load_text
@@ -37,18 +38,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def server(folders: dict[str, str]) -> Iterator[Server]:
+def server(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
     flags = ["--adapter", f"sql={folders['sql']}", "--lora-modules", f"law={folders['law']}"]
-    with serving(*flags, "--concurrency", "6", "--metrics-compat", "vllm") as running:
+    flags += ["--concurrency", "6", "--metrics-compat", "vllm"]
+    with faulty(tmp_path_factory.mktemp("serve"), *flags) as running:
         yield running
 
 
-def get(server: Server, path: str) -> Any:
-    with urllib.request.urlopen(f"{server.base}{path}", timeout=30) as answer:
+def get(server: Faulty, path: str) -> Any:
+    with urllib.request.urlopen(f"{server.base}{path}", timeout=120) as answer:
         return json.loads(answer.read())
 
 
-def test_base_and_adapters_at_once(server: Server, folders: dict[str, str]) -> None:
+def test_base_and_adapters_at_once(server: Faulty, folders: dict[str, str]) -> None:
     """30 requests over HTTP, ten for each name, are answered as the engine answers one alone."""
     prompts = [[3 + (7 * i + j) % 250 for j in range(5 + i % 9)] for i in range(10)]
     names = [MODEL, "sql", "law"]
@@ -86,7 +88,7 @@ def test_base_and_adapters_at_once(server: Server, folders: dict[str, str]) -> N
     assert len(set(first.values())) == 3
 
 
-def test_adapters_are_models_with_a_parent(server: Server, folders: dict[str, str]) -> None:
+def test_adapters_are_models_with_a_parent(server: Faulty, folders: dict[str, str]) -> None:
     listed = {row["id"]: row for row in get(server, "/v1/models")["data"]}
     assert list(listed) == [MODEL, "sql", "law"]
     assert [row["parent"] for row in listed.values()] == [None, MODEL, MODEL]
@@ -94,21 +96,21 @@ def test_adapters_are_models_with_a_parent(server: Server, folders: dict[str, st
     assert get(server, "/v1/models/law")["parent"] == MODEL
 
 
-def test_a_chat_with_an_adapter(server: Server) -> None:
+def test_a_chat_with_an_adapter(server: Faulty) -> None:
     body = {"model": "law", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    answer = httpx.post(f"{server.base}/v1/chat/completions", json=body, timeout=30)
+    answer = httpx.post(f"{server.base}/v1/chat/completions", json=body, timeout=120)
     assert (answer.status_code, answer.json()["model"]) == (200, "law")
 
 
-def test_unknown_names_and_routes_are_404(server: Server) -> None:
+def test_unknown_names_and_routes_are_404(server: Faulty) -> None:
     body = {"model": "poems", "prompt": "x"}
-    answer = httpx.post(f"{server.base}/v1/completions", json=body, timeout=30)
+    answer = httpx.post(f"{server.base}/v1/completions", json=body, timeout=120)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     load = {"lora_name": "poems", "lora_path": "poems"}
     assert httpx.post(f"{server.base}/v1/load_lora_adapter", json=load).status_code == 404
 
 
-def test_the_plan_has_them_on_the_record(server: Server) -> None:
+def test_the_plan_has_them_on_the_record(server: Faulty) -> None:
     document = get(server, "/plan")
     assert [row["name"] for row in document["plan"]["adapters"]] == ["law", "sql"]
     decided = {row["key"]: row for row in document["decisions"]}
@@ -128,20 +130,23 @@ def test_the_plan_has_them_on_the_record(server: Server) -> None:
     assert sum(row["bytes"] for row in mine) > pairs  # padded to the larger rank, and scales
 
 
-def test_routers_see_which_adapters_run(server: Server) -> None:
-    page = httpx.get(f"{server.base}/metrics", timeout=30).text
-    (line,) = re.findall(r"^vllm:lora_requests_info\{(.*)\} (\S+)$", page, re.MULTILINE)
+def test_routers_see_which_adapters_run(server: Faulty) -> None:
+    def page() -> str:
+        return httpx.get(f"{server.base}/metrics", timeout=120).text
+
+    (line,) = re.findall(r"^vllm:lora_requests_info\{(.*)\} (\S+)$", page(), re.MULTILINE)
     labels = dict(re.findall(r'(\w+)="([^"]*)"', line[0]))
     idle = {"running_lora_adapters": "", "waiting_lora_adapters": ""}
     assert labels == {"max_lora": "2", **idle}
     assert float(line[1]) > 1.7e9  # seconds of the clock, not a count
-    body = {"model": "sql", "prompt": [5] * 40, "max_tokens": 400, "stream": True}
-    body |= {"ignore_eos": True, "n": 16}  # ten of them wait: thousands of tokens are left
-    with httpx.stream("POST", f"{server.base}/v1/completions", json=body, timeout=30) as answer:
-        lines = answer.iter_lines()  # kept: a generator that is let go of closes the stream
-        next(lines)
-        page = httpx.get(f"{server.base}/metrics", timeout=30).text
-    assert 'running_lora_adapters="sql",waiting_lora_adapters="sql"' in page
+    server.order("hold")
+    body = {"model": "sql", "prompt": [5] * 40, "max_tokens": 4, "stream": True}
+    body |= {"ignore_eos": True, "n": 16}  # six run and are held, ten of them wait
+    with httpx.stream("POST", f"{server.base}/v1/completions", json=body, timeout=120) as answer:
+        both = 'running_lora_adapters="sql",waiting_lora_adapters="sql"'
+        assert eventually(lambda: both in page())
+        server.withdraw("hold")
+        assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
 
 
 def test_generate_answers_with_its_adapter(folders: dict[str, str]) -> None:

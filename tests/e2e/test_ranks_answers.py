@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -182,10 +181,8 @@ def test_a_killed_rank_ends_the_engine_with_its_name(
     pid = group_of(engine).pids[1]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    begin = time.monotonic()
     with pytest.raises(GroupError, match="rank 1 failed in execute: rank 1 was killed by SIGKILL"):
         ask(engine, [[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=2))
-    assert time.monotonic() - begin < 10
 
 
 def test_b17_a_rank_that_plans_otherwise_stops_the_start(

@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from faulty_server import MODEL, Faulty, eventually, faulty, own_cache
+from faulty_server import MODEL, Faulty, faulty, own_cache
+from served import eventually
 
 from metainfer.core.errors import UserError
 from metainfer.doctor.archive import fetch, pack, scrubber
@@ -110,8 +111,10 @@ def test_without_a_server_the_last_dump_is_packed(
 def test_the_report_route_needs_the_admin_key(broken: tuple[Faulty, Path], tmp_path: Path) -> None:
     server, cache = broken
     url = f"{server.base}/debug/report"
-    assert httpx.get(url, timeout=30).status_code == 401
-    assert httpx.get(url, headers={"Authorization": f"Bearer {KEY}"}, timeout=30).status_code == 403
+    assert httpx.get(url, timeout=120).status_code == 401
+    assert (
+        httpx.get(url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120).status_code == 403
+    )
     done = report(tmp_path / "no.zip", cache, "--url", server.base, "--admin-key", "wrong-key")
     assert done.returncode == 1 and "refuses the report" in done.stderr
     with pytest.raises(UserError, match=r"gives no report.*--url"):

@@ -10,79 +10,30 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
+import tempfile
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import openai
 import psutil
 import pytest
 from harness import ask, start
+from served import Server, served
 
 from metainfer.core.request import SamplingParams
 
 MODEL = "random:tiny-llama"
 
 
-@dataclass
-class Server:
-    process: subprocess.Popen[bytes]
-    base: str
-
-    def engine(self) -> int:
-        """Process id of the engine, found by its command line below the server."""
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if "metainfer.engine.process" in child.cmdline() and not any(
-                    "guardian" in word for word in child.cmdline()
-                ):
-                    return child.pid
-        raise AssertionError("no engine process")
-
-    def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"{self.base}/metrics", timeout=10) as answer:
-            page = answer.read().decode()
-        found = re.search(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", page, re.MULTILINE)
-        assert found, f"no metric {name} in:\n{page}"
-        return float(found[1])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def serving(*flags: str) -> Iterator[Server]:
-    port = free_port()
-    command = [sys.executable, "-m", "metainfer.cli.main", "serve", MODEL, "--port", str(port)]
-    process = subprocess.Popen([*command, "--threads", "1", *flags], stderr=subprocess.PIPE)
-    server = Server(process, f"http://127.0.0.1:{port}")
-    try:
-        end = time.monotonic() + 120
-        while time.monotonic() < end:
-            assert process.poll() is None, process.stderr.read().decode()  # type: ignore[union-attr]
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                if urllib.request.urlopen(f"{server.base}/ready", timeout=2).status == 200:
-                    break
-            time.sleep(0.1)
-        yield server
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-        process.kill()
-        process.wait()
+    command = [sys.executable, "-m", "metainfer.cli.main", "serve", MODEL, "--threads", "1", *flags]
+    with tempfile.TemporaryDirectory() as folder, served(command, Path(folder)) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +111,7 @@ def test_plan_is_the_plan(server: Server) -> None:
 def test_kill_of_the_engine_ends_a_server_without_restarts() -> None:
     with serving("--max-restarts", "0") as server:
         os.kill(server.engine(), signal.SIGKILL)
-        assert server.process.wait(20) != 0
+        assert server.process.wait(60) != 0
 
 
 def test_kill_of_the_server_ends_the_engine() -> None:
@@ -168,7 +119,7 @@ def test_kill_of_the_server_ends_the_engine() -> None:
         family = psutil.Process(server.process.pid).children(recursive=True)
         assert family
         server.process.kill()
-        _, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive, [child.cmdline() for child in alive]
 
 
@@ -177,10 +128,10 @@ def test_term_drains_running_answers() -> None:
         body = {"model": MODEL, "prompt": [5] * 20, "max_tokens": 120, "stream": True}
         body["ignore_eos"] = True
         url = f"{server.base}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        with httpx.stream("POST", url, json=body, timeout=120) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0

@@ -7,7 +7,6 @@ import json
 import random
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,7 +172,7 @@ def test_the_loop_goes_on_while_a_grammar_is_compiled(
     gate, compiling = threading.Event(), library._backend.compile
 
     def slow(spec: GrammarSpec) -> Any:
-        gate.wait(20)
+        gate.wait(3600)
         if "bad" in spec.text:
             raise GrammarError("no such thing")
         return compiling(spec)
@@ -190,9 +189,7 @@ def test_the_loop_goes_on_while_a_grammar_is_compiled(
     assert engine.has_work and engine.stats().waiting == 3
     (gone,) = engine.cancel(["gone"])
     assert gone.finish is FinishReason.CANCELLED and gone.request_id == "gone"
-    begin = time.monotonic()
-    engine.step()
-    assert time.monotonic() - begin < 0.5
+    engine.step()  # waits for no grammar
     gate.set()
     while engine.has_work:
         for output in engine.step()[0]:

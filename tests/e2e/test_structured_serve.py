@@ -10,7 +10,8 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
-from test_serve import MODEL, Server, serving
+from served import Server
+from test_serve import MODEL, serving
 
 
 class Person(BaseModel):
