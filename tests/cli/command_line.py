@@ -20,7 +20,7 @@ def environ(**extra: str) -> dict[str, str]:
 def cli(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "metainfer.cli.main", *words]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=environ(**extra), input=""
+        command, capture_output=True, text=True, timeout=240, env=environ(**extra), input=""
     )
 
 
@@ -29,7 +29,7 @@ def fake(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(HERE / "run_fake.py"), *engine, "--", *words]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=environ(**extra), input=stdin
+        command, capture_output=True, text=True, timeout=240, env=environ(**extra), input=stdin
     )
 
 

