@@ -147,9 +147,9 @@ def exchange_of(world: int) -> list[object]:
     def of(rank: int) -> object:
         def exchange(mine: bytes) -> Sequence[bytes]:
             slots[rank] = mine
-            meet.wait(10)
+            meet.wait(120)
             seen = board[-1]
-            meet.wait(10)
+            meet.wait(120)
             return seen
 
         return exchange

@@ -171,5 +171,5 @@ def test_generate_answers_with_its_adapter(folders: dict[str, str]) -> None:
 def test_an_adapter_may_not_take_the_models_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "metainfer.cli.main", "serve", MODEL, "--port", "0"]
     command += ["--served-model-name", "m", "--adapter", f"m={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2 and "a name of the model itself" in done.stderr

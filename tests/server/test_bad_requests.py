@@ -328,7 +328,7 @@ def test_http_faults_are_errors_in_form(server: Running) -> None:
 def test_large_body_without_length_is_refused(server: Running) -> None:
     import http.client
 
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     chunks = (b" " * 2**16 for _ in range(80))
     try:
         connection.request(

@@ -122,7 +122,7 @@ def test_without_an_allow_list_no_page_may_call(server: Any) -> None:
 def test_a_body_that_trickles_is_a_408_and_the_connection_ends() -> None:
     with fake_server(["--body-timeout", "0.5"]) as running:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", running.port), timeout=30) as client:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as client:
             client.sendall(f"{head}Content-Length: 5000\r\n\r\n".encode())
             ended = threading.Event()
 

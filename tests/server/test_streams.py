@@ -18,7 +18,7 @@ def test_a_hundred_concurrent_streams(per_step: int) -> None:
 
 async def _hundred(running: Running) -> None:
     limits = httpx.Limits(max_connections=120)
-    async with httpx.AsyncClient(base_url=running.url, limits=limits, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=running.url, limits=limits, timeout=240) as client:
 
         async def one(number: int) -> None:
             count = 40 + number
@@ -47,7 +47,7 @@ def test_more_than_a_thousand_queued_messages() -> None:
 
 
 async def _burst(running: Running) -> None:
-    async with httpx.AsyncClient(base_url=running.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=running.url, timeout=240) as client:
         body = {"model": "fake", "prompt": [f"p{i}" for i in range(125)], "n": 16, "max_tokens": 2}
         answer = (await client.post("/v1/completions", json=body)).json()
     assert len(answer["choices"]) == 2000

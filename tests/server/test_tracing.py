@@ -44,7 +44,7 @@ class Collector:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
-                collector.open.wait(60)
+                collector.open.wait(600)
                 if collector.status == 200:
                     collector.bodies.append(body)
                     collector.paths.add(self.path)
@@ -292,7 +292,7 @@ sys.exit(main())
 """
     command = [sys.executable, "-c", program, "serve", "random:tiny-qwen3", "--port", "0"]
     command += ["--otlp-endpoint", "http://127.0.0.1:4318"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1
     assert "pip install 'metainfer[otel]'" in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
