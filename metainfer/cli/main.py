@@ -32,6 +32,7 @@ from metainfer.cli import (
     serve,
     settings,
     simulate,
+    tune,
     verify,
     vllm_names,
 )
@@ -68,7 +69,7 @@ def build() -> App:
     app.command(completion.completion, name="completion", group=UNDERSTAND)
     app.command(verify.verify, name="verify", group=MEASURE)
     app.command(convert.convert, name="convert", group=MEASURE)
-    groups = {UNDERSTAND: (examine, config), MEASURE: (kernels, bench)}
+    groups = {UNDERSTAND: (examine, config), MEASURE: (tune, kernels, bench)}
     for group, modules in groups.items():
         for module in modules:
             verbs = module.app()

@@ -23,8 +23,9 @@ from metainfer.kernels.impl import Evidence, Impl, Layout
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import Policy
 from metainfer.ops.catalog import builtin_registry
-from metainfer.planner import calibration
+from metainfer.planner import calibration, needs
 from metainfer.planner.calibration import Calibration
+from metainfer.planner.needs import Needs
 from metainfer.planner.opening import OpenedModel
 from metainfer.planner.resolve import Resolved, resolve
 from metainfer.platform.base import Platform
@@ -83,12 +84,18 @@ class Machine:
             policy,
             self.fingerprint,
             measured=self.step_times,
+            needs=self.step_needs,
         )
 
     def step_times(self, key: str) -> Calibration | None:
         """This machine's record of measured steps (`planner.calibration`), if there is one."""
         record = self.store.get(calibration.KIND, key)
         return None if record is None else calibration.calibration_from(record.payload)
+
+    def step_needs(self, key: str) -> Needs | None:
+        """This machine's record of what steps need (`planner.needs`), if there is one."""
+        record = self.store.get(needs.KIND, key)
+        return None if record is None else needs.needs_from(record.payload)
 
     def resolve_proven(
         self, model: OpenedModel, intent: Intent, on_case: Callable[[str], None]

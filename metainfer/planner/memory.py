@@ -19,6 +19,9 @@ from metainfer.kv.book.spec import GroupKind, GroupSpec, hit_grid
 RESERVE_PART = 0.08
 """Share of device memory left to the framework's context and fragmentation (seed)."""
 
+MARGIN_PART = 0.01
+"""Share of device memory left free beside a measured reserve (seed)."""
+
 HIT_PART = 1 / 16
 """Share of the cache for what windows and slot states keep beside running sequences (seed)."""
 

@@ -26,7 +26,8 @@ from metainfer.planner.limits import (
     most_running,
     most_sequences,
 )
-from metainfer.planner.memory import RESERVE_PART, CacheBudget, kv_rows, total
+from metainfer.planner.memory import MARGIN_PART, RESERVE_PART, CacheBudget, kv_rows, total
+from metainfer.planner.needs import Needs, longest_seen, needs_key, nothing_known
 from metainfer.planner.weights import DTYPE_BYTES, Census, weight_rows
 from metainfer.platform.facts import CPU, Facts
 
@@ -38,6 +39,9 @@ SLAB_BYTES = 64 << 20
 MOST_SEQUENCES = 4096
 """Where capacity pairs stop counting sequences of one domain."""
 
+MEASURED = "(measured)"
+"""At the end of a ledger row that follows a record of this machine."""
+
 CONTEXTS = (8_192, 32_768, 131_072, 524_288)
 """Contexts at which capacity is stated, beside the longest that fits."""
 
@@ -45,7 +49,8 @@ CONTEXTS = (8_192, 32_768, 131_072, 524_288)
 @dataclass(frozen=True, slots=True)
 class Held:
     """One card's memory under one layout and packing. `cache` is that of its KV domain; `beside`:
-    rows that are neither weights nor cache. `budget_bytes`: what the cache could take."""
+    rows that are neither weights nor cache. `budget_bytes`: what the cache could take. `measured`:
+    what steps were seen to need here, where that was used."""
 
     layout: LayoutPlan
     weights: tuple[LedgerRow, ...]
@@ -54,6 +59,7 @@ class Held:
     cache: CacheBudget
     beside: tuple[LedgerRow, ...]
     budget_bytes: int
+    measured: Needs | None = None
 
     @property
     def running(self) -> int:
@@ -92,7 +98,8 @@ class Held:
 class Cards:
     """The machine's cards with the model and the limits that each layout is asked for.
 
-    `measured`: what was measured of a single device's steps, by `calibration.key`.
+    `measured`: what was measured of a single device's steps, by `calibration.key`; `needs`: of
+    its memory, by `needs_key`.
     """
 
     intent: Intent
@@ -105,9 +112,11 @@ class Cards:
     draft: DraftPlan
     threads: int = 1
     measured: Callable[[str], Calibration | None] = nothing_measured
+    needs: Callable[[str], Needs | None] = nothing_known
     _caches: dict[tuple[object, ...], tuple[tuple[CacheSpec, ...], tuple[GroupSpec, ...]]] = field(
         default_factory=dict
     )
+    _known: dict[tuple[tuple[str, str], ...], Needs | None] = field(default_factory=dict)
 
     def hold(
         self, layout: LayoutPlan, packings: Mapping[str, Layout], running: int | None = None
@@ -118,11 +127,11 @@ class Cards:
             RefusedError: it does not fit, or states cannot take back the drafts.
         """
         weights, beside, ask = self._asked(layout, packings, running)
-        cache = fit_cache(ask)
+        cache, needs = fit_cache(ask), self._needs(layout, packings)
         device = [row for row in (*weights, *beside) if row.memory == "device"]
-        beside = (*beside, *self._rest(total(device) + cache.sizes.bytes()))
+        beside = (*beside, *self._rest(total(device) + cache.sizes.bytes(), needs))
         specs, groups = self._groups(layout, packings)
-        return Held(layout, weights, specs, groups, cache, beside, ask.budget_bytes)
+        return Held(layout, weights, specs, groups, cache, beside, ask.budget_bytes, needs)
 
     def most_running(self, layout: LayoutPlan, packings: Mapping[str, Layout]) -> int:
         """Sequences of a domain, at most its share, with which `hold` succeeds; 0 for none."""
@@ -143,10 +152,11 @@ class Cards:
         weights += adapter_rows(rank.adapters, DTYPE_BYTES[self.dtype])
         _, groups = self._groups(layout, packings)
         drafts.check_rewind(self.draft, groups)
-        beside = (self._activations(layout, rank), *self._slabs(layout))
+        needs = self._needs(layout, packings)
+        beside = (self._activations(layout, rank, needs), *self._slabs(layout))
         beside = (*beside, *self._graphs(layout, rank, groups, running or self.running(layout)))
         held = total([row for row in (*weights, *beside) if row.memory == "device"])
-        budget, most = self._budget(layout, held)
+        budget, most = self._budget(layout, held, needs)
         ask = CacheAsk(
             groups=groups,
             budget_bytes=budget,
@@ -177,8 +187,23 @@ class Cards:
             self._caches[key] = (specs, form_groups(specs, page_tokens=self.page_tokens))
         return self._caches[key]
 
-    def _activations(self, layout: LayoutPlan, rank: Arch) -> LedgerRow:
+    def _needs(self, layout: LayoutPlan, packings: Mapping[str, Layout]) -> Needs | None:
+        """What steps were measured to need; of a single rank, as they are measured."""
+        if self.needs is nothing_known or layout.ranks > 1:
+            return None
+        names = {role: packing.id for role, packing in packings.items()}
+        key = tuple(sorted(names.items()))
+        if key not in self._known:
+            asked = needs_key(self.arch, self.dtype, names, self.threads)
+            self._known[key] = self.needs(asked)
+        return self._known[key]
+
+    def _activations(self, layout: LayoutPlan, rank: Arch, needs: Needs | None) -> LedgerRow:
         tokens = self.limits.step_tokens
+        if needs is not None:
+            held = needs.transient_bytes(tokens, longest_seen(self.limits))
+            item = f"activations of {tokens} tokens {MEASURED}"
+            return LedgerRow(item=item, kind="transient", bytes=held)
         scored = min(tokens, self.running(layout) * (1 + self.draft.depth))
         held = rank.activation_bytes(tokens, scored, DTYPE_BYTES[self.dtype])
         return LedgerRow(item=f"activations of {tokens} tokens", kind="transient", bytes=held)
@@ -203,19 +228,22 @@ class Cards:
         item = "communication slabs (seed)"
         return [LedgerRow(item=item, kind="communication", bytes=SLAB_BYTES, memory=memory)]
 
-    def _rest(self, held: int) -> list[LedgerRow]:
+    def _rest(self, held: int, needs: Needs | None) -> list[LedgerRow]:
         """Reserve and what is left over, on a card whose memory is known."""
         memory = self.facts.device.memory_bytes
         if self.facts.device.kind == CPU or memory is None:
             return []
         left = memory - held
-        reserve = min(memory - self._usable(memory), left)  # an asked cache may reach into it
+        usable = self._usable(memory, needs)
+        reserve = min(memory - usable, left)  # an asked cache may reach into it
+        known = needs is not None and needs.reserve_bytes is not None
+        how = MEASURED if known and self.intent.memory_share is None else "(seed)"
         return [
-            LedgerRow(item="allocator and context (seed)", kind="reserve", bytes=reserve),
+            LedgerRow(item=f"allocator and context {how}", kind="reserve", bytes=reserve),
             LedgerRow(item="left over", kind="free", bytes=left - reserve),
         ]
 
-    def _budget(self, layout: LayoutPlan, held: int) -> tuple[int, int | None]:
+    def _budget(self, layout: LayoutPlan, held: int, needs: Needs | None) -> tuple[int, int | None]:
         """Device bytes that the cache takes, and the most it could be asked for."""
         device = self.facts.device
         on_cpu = device.kind == CPU
@@ -223,7 +251,7 @@ class Cards:
         if on_cpu and self.facts.host.memory_bytes is not None:
             memory = self.facts.host.memory_bytes // layout.ranks  # ranks are processes of the host
         whole = memory is None or (on_cpu and self.intent.memory_share is None)
-        usable = memory if memory is None or whole else self._usable(memory)
+        usable = memory if memory is None or whole else self._usable(memory, needs)
         free = None if usable is None else usable - held
         if self.intent.kv_bytes is not None:
             most = None if memory is None else memory - held
@@ -243,9 +271,12 @@ class Cards:
             raise self._too_large(layout, held, usable)
         return (min(memory // 8, free), free) if whole else (free, free)
 
-    def _usable(self, memory: int) -> int:
-        """Bytes that weights, cache and the rest may take together."""
+    def _usable(self, memory: int, needs: Needs | None) -> int:
+        """Bytes that weights, cache and the rest may take together: all but what the device and the
+        allocator were measured to keep and as much again as `MARGIN_PART`, else a seed."""
         share = self.intent.memory_share
+        if share is None and needs is not None and needs.reserve_bytes is not None:
+            return memory - needs.reserve_bytes - int(memory * MARGIN_PART)
         return int(memory * (1 - RESERVE_PART if share is None else share))
 
     def _too_large(self, layout: LayoutPlan, held: int, usable: int) -> RefusedError:

@@ -12,7 +12,7 @@ from functools import cache
 
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import DECISIONS, GOALS, MAX_PENDING, Intent
-from metainfer.core.ledger import Decision, DecisionLedger, Loser, Origin
+from metainfer.core.ledger import Decision, DecisionLedger, Origin
 from metainfer.core.plan import DraftPlan, GroupPlan, LayoutPlan, Limits, ModelPlan, OpPlan, Plan
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
@@ -24,7 +24,9 @@ from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
 from metainfer.planner import adapters, drafts, grammars, graphs
 from metainfer.planner.calibration import Calibration, nothing_measured
+from metainfer.planner.needs import Needs, nothing_known
 from metainfer.planner.ranks import Cards, Held
+from metainfer.planner.record import record_needs, record_selection
 from metainfer.planner.search import Candidate, search, unbuilt
 from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, census
 from metainfer.platform.facts import CPU, Facts
@@ -194,11 +196,12 @@ class _Resolver:
             why = f"seed {seed} lowered to {running}: the cache holds no more"
         self.number("concurrency", "limits.max_running", running, why, Origin.SEED)
 
-    def record_cache(self, held: Held) -> None:
+    def record_cache(self, held: Held, selection: Selection) -> None:
         limited = f"limited by {held.cache.limited_by}"
         if self.intent.memory_share is not None:
             limited += f"; at most {self.intent.memory_share:.0%} of the memory is used"
         self.ledger.record("kv_tokens", held.kv_tokens, Origin.DERIVED, limited)
+        record_needs(self.ledger, held, selection)
 
     def page_tokens(self) -> int:
         """Decided before kernels are, since they have conditions on it.
@@ -261,33 +264,6 @@ class _Resolver:
     def census(self) -> Census:
         """The model's tensors, counted; after `draft`, which may bring some along."""
         return census(self.arch, self.model.scheme_of)
-
-    def record_selection(self, selection: Selection) -> None:
-        losers = tuple(Loser(refused.name, refused.reasons) for refused in selection.refused)
-        pinned, asked = bool(self.intent.layouts), self.intent.origin("layouts")
-        predicted = selection.bundle.seconds is not None
-        least, first = "with the least predicted time", "declared first: no cost is known"
-        self.ledger.record(
-            "bundle",
-            selection.bundle.name,
-            asked if pinned else Origin.COST_MODEL if predicted else Origin.DEFAULT,
-            f"the feasible set of shared layouts {least if predicted else first}",
-            losers,
-        )
-        for choice in selection.bundle.choices:
-            request = choice.request
-            pin = request.site in self.intent.ops or request.op in self.intent.ops
-            measured = "record" in choice.why
-            ranked = Origin.DEFAULT if choice.seconds is None else Origin.COST_MODEL
-            asked = self.intent.origin("ops")
-            origin = asked if pin else Origin.RECORD if measured else ranked
-            self.ledger.record(
-                f"ops.{request.site}@{request.phase.value}",
-                choice.impl.id,
-                origin,
-                choice.why,
-                tuple(Loser(loser.impl, loser.reasons) for loser in choice.rejected),
-            )
 
     def graphs(self, cards: Cards, held: Held, selection: Selection) -> graphs.GraphChoice:
         kind, running = self.facts.device.kind, held.cache.sizes.slots
@@ -397,6 +373,7 @@ def resolve(
     machine: str = "",
     source: Origin = Origin.PROBE,
     measured: Callable[[str], Calibration | None] = nothing_measured,
+    needs: Callable[[str], Needs | None] = nothing_known,
 ) -> Resolved:
     """Decide everything.
 
@@ -404,6 +381,7 @@ def resolve(
         machine: fingerprint id, or name, of the machine that `facts` describe.
         source: where the facts come from: read off this machine, or a machine file.
         measured: step times of this machine by `calibration.key`, None where there are none.
+        needs: what steps were measured to need here, by `needs.needs_key`; None likewise.
 
     Raises:
         UsageError: a malformed wish.
@@ -436,6 +414,7 @@ def resolve(
         draft=draft,
         threads=intent.threads or facts.host.usable_cores or 1,
         measured=measured,
+        needs=needs,
     )
     found = search(
         cards,
@@ -446,10 +425,10 @@ def resolve(
     )
     held, selection = found.chosen.held, found.chosen.selection
     assert held is not None and selection is not None
-    resolver.record_selection(selection)
+    record_selection(ledger, intent, selection)
     cards.limits = replace(limits, max_running=min(held.running, limits.max_running))
     resolver.record_running(cards.limits.max_running)
-    resolver.record_cache(held)
+    resolver.record_cache(held, selection)
     resolver.record_given(machine, source)
     plan = resolver.plan(cards, held, selection, machine)
     plan.check_origins()

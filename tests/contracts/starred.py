@@ -161,6 +161,7 @@ HEAVY = (
     "executor.inputs",
     "executor.loading",
     "executor.local",
+    "executor.peaks",
     "executor.sampler",
     "executor.transfer",
     "kv.store.*",

@@ -1,0 +1,224 @@
+"""`tune capacity`: what steps need beside weights and caches here, as a record that plans split by.
+
+The engine serves one prompt as long as the plan promises, or as much of it as the time allows, and
+as many short answers at once as may run. Every step is measured: a chunk that ends at n tokens has
+the peak of that length. Beside the record the ledger is held against the device, item by item.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from metainfer.bench.conditions import conditions
+from metainfer.bench.offline import drawn_prompts
+from metainfer.core.errors import InternalError, RefusedError
+from metainfer.core.intent import Intent
+from metainfer.core.ledger import Origin
+from metainfer.core.plan import Limits
+from metainfer.core.records import Record
+from metainfer.core.request import Request, SamplingParams
+from metainfer.core.step import StepPlan
+from metainfer.engine.engine import Engine
+from metainfer.engine.machine import Machine, open_machine
+from metainfer.planner import needs
+from metainfer.planner.needs import Needs, Peak
+from metainfer.planner.resolve import Resolved
+
+if TYPE_CHECKING:
+    import torch
+
+Log = Callable[[str], None]
+
+ANSWER = 2
+SHORT = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityOptions:
+    """`seconds`: how long the long prompt may run. `keep`: write the record."""
+
+    seconds: float = 120.0
+    seed: int = 0
+    keep: bool = True
+
+
+def run(
+    intent: Intent,
+    options: CapacityOptions,
+    log: Log,
+    machine: Machine | None = None,
+) -> dict[str, object]:
+    """Measure, keep: ``{"needs", "key", "kept", "promised", "reached", "items", "conditions"}``.
+
+    `promised`: tokens of the longest context that a step may meet, `reached`: that one did meet.
+    `machine`: instead of this one.
+
+    Raises:
+        RefusedError: the plan has several ranks.
+    """
+    machine = machine or open_machine(intent.platform)
+    origins = {**intent.origins, "prefix_cache": Origin.DERIVED}
+    engine = Engine(
+        replace(intent, prefix_cache=False, origins=origins), lambda progress: None, machine=machine
+    )
+    info = engine.start()
+    resolved = engine.resolved
+    if resolved is None:
+        raise InternalError("the engine has not started")
+    plan = resolved.plan
+    if plan.layouts[0].ranks > 1:
+        engine.close()
+        raise RefusedError(
+            f"steps of {plan.layouts[0].name} run on several ranks; one is measured.",
+            "Measure a plan of one rank.",
+            code="several_ranks",
+        )
+    device = machine.torch_device()
+    before = _DeviceMemory.read(device)
+    found = _peaks(engine, device, info.vocab_size, options, log)
+    after = _DeviceMemory.read(device)
+    held = engine.held_bytes
+    engine.close()
+    reached = max(peak.context for peak in found)
+    told = conditions(plan) | {"seconds": options.seconds}
+    kept = Needs(
+        peaks=tuple(found),
+        ops=needs.ops_of(resolved.selection.bundle),
+        outside_bytes=after.outside,
+        slack_bytes=after.slack,
+        origin=f"tune capacity, {told['time']}, {len(found)} steps up to {reached:,} tokens",
+    )
+    key = needs.needs_key(resolved.arch, plan.model.dtype, plan.bundle, plan.threads)
+    if options.keep:
+        machine.store.put(Record(needs.KIND, key, kept.to_json(), told))
+    promised = needs.longest_seen(plan.limits)
+    wanted = kept.transient_bytes(plan.limits.step_tokens, promised)
+    return {
+        "needs": kept.to_json(),
+        "key": key,
+        "kept": options.keep,
+        "promised": promised,
+        "reached": reached,
+        "items": _items(resolved, held, wanted, before, after),
+        "conditions": told,
+    }
+
+
+class _Turns:
+    """The engine's turns, and the step plan of each; None where a turn computed nothing."""
+
+    def __init__(self, engine: Engine, limits: Limits, vocab: int) -> None:
+        self._engine, self._limits, self._vocab = engine, limits, vocab
+        self.plans: list[StepPlan | None] = []
+
+    def __call__(self) -> None:
+        self.plans.append(None)
+        self._engine.step()
+
+    def note(self, plan: StepPlan, seconds: float) -> None:
+        self.plans[-1] = plan
+
+    def run(self, options: CapacityOptions, log: Log) -> Iterator[Callable[[], None]]:
+        """Many short answers, then the long prompt; each yield is to be called once."""
+        engine, limits = self._engine, self._limits
+        short = min(SHORT, limits.max_context - ANSWER)
+        count = limits.max_running if short > 0 else 0
+        for number, prompt in enumerate(drawn_prompts(count, short, self._vocab, options.seed)):
+            _submit(engine, f"short-{number}", prompt)
+        yield from self._until(math.inf)
+        tokens = max(1, limits.max_context - ANSWER)
+        log(f"a prompt of {tokens:,} tokens, for at most {options.seconds:g} s")
+        _submit(engine, "long", *drawn_prompts(1, tokens, self._vocab, options.seed + 1))
+        yield from self._until(time.monotonic() + options.seconds)
+        engine.cancel(["long"])
+
+    def _until(self, end: float) -> Iterator[Callable[[], None]]:
+        while self._engine.has_work and time.monotonic() < end:
+            yield self
+
+
+def _peaks(
+    engine: Engine, device: torch.device, vocab: int, options: CapacityOptions, log: Log
+) -> list[Peak]:
+    """One for each kind of step; the highest where several are alike."""
+    from metainfer.executor.peaks import peaks
+
+    resolved = engine.resolved
+    assert resolved is not None
+    turns = _Turns(engine, resolved.plan.limits, vocab)
+    engine.on_step = turns.note
+    measured = peaks(device, turns.run(options, log))
+    engine.on_step = None
+    found: dict[tuple[int, int], int] = {}
+    for plan, most in zip(turns.plans, measured, strict=True):
+        segments = plan.segments if plan is not None else ()
+        runs = [run for segment in segments for rank in segment.ranks for run in rank.runs]
+        if runs:
+            kind = (sum(len(run.tokens) for run in runs), max(run.end for run in runs))
+            found[kind] = max(found.get(kind, 0), most)
+    return [Peak(rows, context, most) for (rows, context), most in sorted(found.items())]
+
+
+def _submit(engine: Engine, name: str, prompt: Sequence[int]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+    engine.submit(Request(name, tuple(prompt), params))
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceMemory:
+    """Bytes in use by the allocator, kept by it, its highest use, and outside of it; None on a
+    device that does not tell."""
+
+    allocated: int | None = None
+    outside: int | None = None
+    slack: int | None = None
+
+    @staticmethod
+    def read(device: torch.device) -> _DeviceMemory:
+        import torch
+
+        if device.type != "cuda":
+            return _DeviceMemory()
+        torch.cuda.synchronize()
+        free, whole = torch.cuda.mem_get_info()
+        reserved = torch.cuda.memory_reserved()
+        slack = reserved - torch.cuda.max_memory_allocated()
+        return _DeviceMemory(torch.cuda.memory_allocated(), whole - free - reserved, slack)
+
+
+def _items(
+    resolved: Resolved,
+    held: dict[str, int],
+    transient: int,
+    before: _DeviceMemory,
+    after: _DeviceMemory,
+) -> list[dict[str, object]]:
+    """Planned against measured bytes of each kind in the ledger, and what neither explains."""
+    planned: dict[str, int] = {}
+    for row in resolved.plan.ledger:
+        if row.memory == "device":
+            planned[row.kind] = planned.get(row.kind, 0) + row.bytes
+    measured: dict[str, int] = {**held, "transient": transient}
+    if before.allocated is not None:
+        measured["graphs"] = before.allocated - sum(held.values())
+    if after.outside is not None and after.slack is not None:
+        measured["reserve"] = after.outside + after.slack
+    return [
+        {
+            "item": kind,
+            "planned_bytes": planned.get(kind, 0),
+            "measured_bytes": measured.get(kind),
+            "difference": _difference(planned.get(kind, 0), measured.get(kind)),
+        }
+        for kind in dict.fromkeys((*measured, *planned))
+        if kind != "free"
+    ]
+
+
+def _difference(planned: int, measured: int | None) -> float | None:
+    """Relative to what was measured; None where nothing was, or nothing is there."""
+    return None if not measured else planned / measured - 1

@@ -1,0 +1,66 @@
+"""``metainfer tune``: what is measured on this machine and kept, so that plans here are its own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
+from metainfer.cli.output import Result
+from metainfer.core.errors import UsageError
+
+
+def app() -> App:
+    """``tune`` with its verbs."""
+    group = App(name="tune", help="Measure this machine and keep what plans here follow.")
+    group.command(capacity, name="capacity")
+    return group
+
+
+def capacity(
+    model: Annotated[str, Parameter(help="folder, .gguf file, cached name, or catalogue name")],
+    /,
+    *,
+    seconds: Annotated[
+        float, Parameter(name="--seconds", help="how long the prompt at the limit may run")
+    ] = 120.0,
+    seed: Annotated[int, Parameter(name="--seed", help="of the prompts")] = 0,
+    dry_run: Annotated[
+        bool, Parameter(name="--dry-run", negative=(), help="measure, and keep no record")
+    ] = False,
+    engine: EngineFlags = NO_FLAGS,
+    as_json: Json = False,
+) -> Result:
+    """What steps need beside weights and cache, up to the promised context: plans split by it.
+
+    Example: metainfer tune capacity smollm2-135m --context 8192
+    """
+    from metainfer.bench.capacity import CapacityOptions, run
+
+    if not seconds > 0:
+        raise UsageError("--seconds must be above zero.")
+    options = CapacityOptions(seconds=seconds, seed=seed, keep=not dry_run)
+    document = run(engine.intent(model), options, _log)
+    return Result(document, capacity_text(document))
+
+
+def capacity_text(document: dict[str, Any]) -> str:
+    """Planned beside measured bytes of each item, and how far the measurement went."""
+    lines = [f"{'item':<14} {'planned':>12} {'measured':>12}  difference"]
+    for row in document["items"]:
+        measured, off = row["measured_bytes"], row["difference"]
+        told = "not told here" if measured is None else f"{measured / 2**20:,.1f} MiB"
+        lines.append(
+            f"{row['item']:<14} {row['planned_bytes'] / 2**20:>8,.1f} MiB {told:>12}"
+            + (f"  {off:+.1%}" if off is not None else "")
+        )
+    reached, promised = document["reached"], document["promised"]
+    rest = "" if reached >= promised else "; what is beyond is bounded by a fit"
+    lines.append(f"contexts up to {reached:,} of {promised:,} tokens ran{rest}")
+    return "\n".join(lines)
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,86 @@
+"""Peaks are counted, kept, and what the next plan splits memory by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from metainfer.bench.capacity import CapacityOptions, run
+from metainfer.cli.tune import capacity_text
+from metainfer.core.intent import Intent
+from metainfer.core.ledger import Origin
+from metainfer.engine.machine import open_machine
+from metainfer.executor.peaks import peaks
+from metainfer.kernels.evidence import Qualification
+from metainfer.planner.opening import open_model
+from metainfer.planner.resolve import Resolved
+
+INTENT = Intent(
+    model="random:tiny-llama?layers=1", platform="cpu", context=128, concurrency=3, chunk_tokens=48
+)
+
+
+def planned(intent: Intent = INTENT) -> Resolved:
+    return open_machine("cpu").resolve(open_model(intent.model), intent)
+
+
+def test_a_peak_is_what_was_in_use_at_once() -> None:
+    """Two of four and one of eight MiB, of which never all at once; each run from zero."""
+    kept = []
+
+    def three() -> None:
+        first = torch.zeros(1 << 20)
+        second = first + 1
+        del first
+        both = torch.cat([second, second])
+        del second, both
+
+    def stays() -> None:
+        kept.append(torch.ones(1 << 18))
+
+    def frees() -> None:
+        kept.clear()
+
+    mib = 1 << 20
+    found = peaks(torch.device("cpu"), [three, stays, three, frees])
+    assert found == [12 * mib, mib, 12 * mib, 0]
+    assert peaks(torch.device("cpu"), []) == []
+
+
+def test_needs_are_measured_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAINFER_CACHE", str(tmp_path))
+    machine = open_machine("cpu")  # its kernels are proven elsewhere
+    for impl in machine.registry.impls():
+        machine.qualified[impl.id] = Qualification(impl.id, True, ())
+
+    def measured(**options: Any) -> Any:
+        return run(INTENT, CapacityOptions(**options), lambda text: None, machine)
+
+    short = measured(seconds=1e-9, keep=False)
+    assert not short["kept"] and 0 < short["reached"] < short["promised"]
+    assert "bounded by a fit" in capacity_text(short)
+    before = planned()
+    found = measured()
+    assert found["kept"] and found["reached"] == found["promised"] == 127
+    steps = {(rows, context) for rows, context, _ in found["needs"]["peaks"]}
+    assert {(48, 48), (48, 96), (30, 126), (1, 127)} <= steps
+    assert any(rows == 3 for rows, _ in steps)  # all short answers at once
+    assert all(size > 0 for *_, size in found["needs"]["peaks"])
+    items = {row["item"]: row for row in found["items"]}
+    for kind in ("weights", "kv"):
+        assert items[kind]["difference"] == pytest.approx(0, abs=0.02)
+    after = planned()
+    rows = {row.kind: row for row in after.plan.ledger}
+    assert rows["transient"].bytes == items["transient"]["measured_bytes"]
+    assert rows["transient"].item.endswith("(measured)")
+    assert after.plan.fingerprint == before.plan.fingerprint
+    origins = [
+        next(d.origin for d in each.plan.decisions if d.key == "transients")
+        for each in (before, after)
+    ]
+    assert origins == [Origin.SEED, Origin.RECORD]
+    text = capacity_text(found)
+    assert "contexts up to 127 of 127" in text and "weights" in text
