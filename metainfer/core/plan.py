@@ -34,7 +34,8 @@ class LayoutPlan:
 
     `context`: ranks that share a request's pages, each with whole weights. `prefill`: ranks that
     share the rows of a prompt's chunk, each with whole weights of attention; where it is 1, chunks
-    are computed as decodes are. Decodes never follow it.
+    are computed as decodes are. Decodes never follow it. `shards`: ranks of a tensor group that
+    each hold a part of the cache, which all of them would copy otherwise.
     """
 
     name: str
@@ -43,6 +44,7 @@ class LayoutPlan:
     expert: int = 1
     context: int = 1
     prefill: int = 1
+    shards: int = 1
 
     @property
     def ranks(self) -> int:

@@ -11,23 +11,31 @@ the tensor ranks (`expert` 1). Groups that share no weight are replicas.
 ``tp2ep8``            4 domains of 2 cards, the experts over all 8
 ``tp8ep8``            one domain of 8 cards, whole experts on each
 ``2xtp4``, ``8x``     replicas: each a layout of its own
+``tp8cs8``            as ``tp8``, the cache dealt over the 8 cards
 ``cp8/dp8ep8``        a pair: prompts' rows over 8 cards, then 8 attention domains
 ``cp8/tp8``           a pair: prompts' rows over 8 cards, then heads over 8 cards
+``cp8/tp8cs8``        likewise, the cache dealt over the 8 cards
 ====================  =========================================================
 
 A pair has one copy of the weights for both phases: attention whole on every card, experts as whole
-ones over all cards, the vocabulary's two ends as the second part has them.
+ones over all cards, the vocabulary's two ends as the second part has them. Other spellings are
+understood: ``dp8ep8`` of ``ep8``, ``dp8`` of ``8x``, ``cp8/tp8ep8`` of ``cp8/tp8``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
 from metainfer.core.plan import DraftPlan, LayoutPlan
+from metainfer.core.step import Phase
 from metainfer.core.verdict import Verdict, all_of, require
 from metainfer.planner.drafts import MODEL
 from metainfer.platform.facts import CPU
 
 SINGLE = "single"
 NOT_BUILT = "layouts over several cards are not built yet"
+SHARDS_NOT_BUILT = "a cache dealt over the ranks of a domain is planned, not run yet"
 MOST_PROCESSES = 8
 """Ranks that a host's CPU may be shared by; as many as collectives are built for."""
 
@@ -38,13 +46,17 @@ def enumerate_layouts(devices: int, experts: int) -> tuple[LayoutPlan, ...]:
     `experts`: experts of a layer, 0 for a model without. Nothing here is judged: what cannot be is
     refused with its reasons.
     """
-    counts = {1: None, devices: None, 1 << (devices.bit_length() - 1): None}
+    counts = sorted({1, devices, 1 << (devices.bit_length() - 1)})
     found: dict[LayoutPlan, None] = {}
-    for ranks in sorted(counts):
-        for tensor in _divisors(ranks):
-            sharing = [n for n in _divisors(ranks) if n > 1 and n % tensor == 0]
-            for expert in (1, *(sharing if experts else ())):
-                found[_layout(ranks, tensor, expert)] = None
+    for dealt in (False, True):
+        for ranks in counts:
+            for tensor in _divisors(ranks):
+                shards = [n for n in _divisors(tensor) if (n > 1) is dealt]
+                sharing = [n for n in _divisors(ranks) if n > 1 and n % tensor == 0]
+                for expert in (1, *(sharing if experts else ())):
+                    found.update((_layout(ranks, tensor, expert, n), None) for n in shards)
+    for ranks in counts:
+        found.update((each, None) for each in pairs(ranks, experts))
     return tuple(found)
 
 
@@ -54,23 +66,91 @@ def pairs(ranks: int, experts: int) -> tuple[LayoutPlan, ...]:
         return ()
     expert = ranks if experts else 1
     apart = f"dp{ranks}ep{ranks}" if experts else f"dp{ranks}"
+    halves = [(apart, 1, ranks, 1)]
+    halves += [(_name(ranks, ranks, 1, n), ranks, 1, n) for n in _divisors(ranks)]
     return tuple(
-        LayoutPlan(name=f"cp{ranks}/{name}", tensor=t, data=d, expert=expert, prefill=ranks)
-        for name, t, d in ((apart, 1, ranks), (f"tp{ranks}", ranks, 1))
+        LayoutPlan(
+            name=f"cp{ranks}/{name}", tensor=t, data=d, expert=expert, prefill=ranks, shards=n
+        )
+        for name, t, d, n in halves
     )
 
 
-def by_wish(asked: str | None, devices: int, experts: int) -> tuple[LayoutPlan, ...]:
-    """Layouts that are judged when they are asked for by name."""
-    return tuple(each for each in pairs(devices, experts) if each.name == asked)
+def named(asked: str, layouts: Iterable[LayoutPlan]) -> LayoutPlan | None:
+    """The one that `asked` means, in any spelling."""
+    return next((each for each in layouts if asked == each.name or asked in _spellings(each)), None)
+
+
+def _spellings(layout: LayoutPlan) -> Iterator[str]:
+    """What else means it: attention domains by number, experts on both sides of a pair."""
+    expert = f"ep{layout.expert}" if layout.expert > 1 else ""
+    tensor = f"tp{layout.tensor}" if layout.tensor > 1 else ""
+    data = f"dp{layout.data}" if layout.data > 1 else ""
+    shards = f"cs{layout.shards}" if layout.shards > 1 else ""
+    if layout.prefill == 1:
+        if data:
+            yield f"{tensor}{data}{expert}{shards}"
+        return
+    for first in (f"cp{layout.prefill}", f"cp{layout.prefill}{expert}"):
+        yield f"{first}/{tensor}{data}{expert}{shards}"
+        yield f"{first}/{expert or f'{layout.data}x'}" if data else f"{first}/{tensor}{shards}"
+
+
+# -- the two halves of a pair ----------------------------------------------------------------------
+
+
+def of_prompts(layout: LayoutPlan) -> LayoutPlan:
+    """How a pair computes chunks of prompts: as domains that share the rows of each; itself of any
+    other."""
+    if layout.prefill == 1:
+        return layout
+    name, tensor = layout.phase_name(Phase.CHUNK), layout.ranks // layout.prefill
+    return replace(layout, name=name, tensor=tensor, data=layout.prefill, shards=1)
+
+
+def of_decodes(layout: LayoutPlan) -> LayoutPlan:
+    """How a pair computes everything else; itself of any other."""
+    return replace(layout, name=layout.phase_name(Phase.DECODE), prefill=1)
+
+
+def alike(layout: LayoutPlan) -> LayoutPlan:
+    """The same for all layouts whose ranks compute in the same shapes."""
+    if layout.prefill > 1:
+        return replace(layout, name="prompts/decodes", shards=1)
+    return replace(layout, name="shapes", data=1, shards=1)
+
+
+def held_as(layout: LayoutPlan) -> LayoutPlan:
+    """The layout by which weights are held: that of prompts, which cuts them the least."""
+    return of_prompts(layout)
+
+
+def prompt_domains(layout: LayoutPlan) -> int:
+    """Chunks of prompts that are computed at once."""
+    return of_prompts(layout).data // layout.prefill
+
+
+def talks(layout: LayoutPlan) -> bool:
+    """Whether ranks send each other anything."""
+    return max(layout.tensor, layout.expert, layout.prefill) > 1
+
+
+def fetches(layout: LayoutPlan) -> int:
+    """How often a chunk moves the cache before it between ranks: 0 where each has it, 1 where it is
+    dealt over them, 2 where one of them has it (dealt out, then gathered)."""
+    if layout.shards > 1:
+        return 1
+    return 2 if layout.prefill > 1 and layout.data > 1 else 0
+
+
+# -- what runs -------------------------------------------------------------------------------------
 
 
 def processes(asked: str | None, experts: int) -> int:
     """Ranks of the layout named `asked` on a CPU, where ranks are processes of the host; 1 for a
     name that none has."""
     for ranks in range(2, MOST_PROCESSES + 1):
-        listed = (*enumerate_layouts(ranks, experts), *by_wish(asked, ranks, experts))
-        if asked in [layout.name for layout in listed]:
+        if asked is not None and named(asked, enumerate_layouts(ranks, experts)) is not None:
             return ranks
     return 1
 
@@ -85,6 +165,7 @@ def runs(layout: LayoutPlan, kind: str, draft: DraftPlan) -> Verdict:
         [
             require(not several or kind == CPU, "not-built", NOT_BUILT, devices=layout.ranks),
             require(layout.prefill == 1, "not-built", "pairs are planned, not run yet"),
+            require(layout.shards == 1, "not-built", SHARDS_NOT_BUILT, layout=layout.name),
             require(not (meet and drafts), "draft", drafted),
             require(not (layout.prefill > 1 and drafts), "draft", spread),
         ]
@@ -96,19 +177,24 @@ def replicas(layout: LayoutPlan) -> int:
     return layout.ranks // max(layout.tensor, layout.expert, layout.prefill, layout.context)
 
 
-def _layout(ranks: int, tensor: int, expert: int) -> LayoutPlan:
+def _layout(ranks: int, tensor: int, expert: int, shards: int) -> LayoutPlan:
     return LayoutPlan(
-        name=_name(ranks, tensor, expert), tensor=tensor, data=ranks // tensor, expert=expert
+        name=_name(ranks, tensor, expert, shards),
+        tensor=tensor,
+        data=ranks // tensor,
+        expert=expert,
+        shards=shards,
     )
 
 
-def _name(ranks: int, tensor: int, expert: int) -> str:
+def _name(ranks: int, tensor: int, expert: int, shards: int) -> str:
     if ranks == 1:
         return SINGLE
     copies = ranks // max(tensor, expert)
     parts = [f"{copies}x"] if copies > 1 else []
     parts += [f"tp{tensor}"] if tensor > 1 else []
     parts += [f"ep{expert}"] if expert > 1 else []
+    parts += [f"cs{shards}"] if shards > 1 else []
     return "".join(parts)
 
 

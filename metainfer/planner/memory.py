@@ -147,6 +147,7 @@ def kv_rows(sizes: CacheSizes, tokens: int) -> list[LedgerRow]:
         if group.kind is not GroupKind.STATE:
             held = tokens if group.kind is GroupKind.PAGED else sizes.slots * group.window
             logical = held // group.tokens_per_entry * group.form.bytes * len(group.layers)
+            logical = -(-logical // group.shards)
         allocated = sizes.group_bytes(group)
         rows.append(LedgerRow(item=group.name, kind="kv", bytes=allocated, logical_bytes=logical))
     return rows

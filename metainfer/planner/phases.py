@@ -1,9 +1,10 @@
 """Which layout each phase would take for itself, and which one serves both best.
 
 Prompts and decodes want other layouts: the first compute, the second read and exchange small
-messages. Apart they could only run with weights cut both ways; the plan says what that would gain.
-Jointly, a layout is judged by the time of a usual request in it: `PROMPT` tokens computed and
-`ANSWER` tokens decoded at the predicted rates.
+messages. A pair of layouts holds one copy of the weights for both; any other two could only run
+with weights cut both ways, and the plan says what that would gain. Jointly, a layout is judged by
+the time of a usual request in it: `PROMPT` tokens computed and `ANSWER` tokens decoded at the
+predicted rates.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol
 
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
+from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
 from metainfer.planner.predict import PROMPT, Prediction
 
@@ -65,7 +67,7 @@ def record_phases(ledger: DecisionLedger, feasible: Sequence[Judged]) -> None:
     gain = _rate(both, request_seconds) / apart - 1
     ledger.record(
         "phases_apart",
-        f"{prefill.layout.name} and {decode.layout.name}",
+        f"{_name('prefill_layout', prefill)} and {_name('decode_layout', decode)}",
         Origin.COST_MODEL,
         f"{gain:.0%} more than {both.layout.name} for both, if the weights were held both ways",
     )
@@ -85,16 +87,22 @@ def _record(
         ledger.record(key, "unknown", Origin.DERIVED, "a rate of the machine is unknown")
         return None
     best = max(known, key=lambda each: _rate(each, rate))
-    losers = tuple(
-        Loser(each.layout.name, (Reason("worse", f"{_rate(each, rate):,.4g} {unit}"),))
-        for each in known
-        if each is not best
-    )
+    losers = {
+        name: Loser(name, (Reason("worse", f"{_rate(each, rate):,.4g} {unit}"),))
+        for each in known[::-1]  # of a half that several pairs share, the first counts
+        if (name := _name(key, each)) != _name(key, best)
+    }
     why = f"{_rate(best, rate):,.4g} {unit}, predicted, for this phase alone"
     if key == "joint_layout":
-        why = f"{_rate(best, rate):,.4g} {unit}, predicted, in one layout"
-    ledger.record(key, best.layout.name, Origin.COST_MODEL, why, losers)
+        why = f"{_rate(best, rate):,.4g} {unit}, predicted, with one copy of the weights"
+    ledger.record(key, _name(key, best), Origin.COST_MODEL, why, tuple(losers.values())[::-1])
     return best
+
+
+def _name(key: str, each: Judged) -> str:
+    """As the decision calls it: one half of a pair where it is about one phase."""
+    phase = {"prefill_layout": Phase.CHUNK, "decode_layout": Phase.DECODE}.get(key)
+    return each.layout.name if phase is None else each.layout.phase_name(phase)
 
 
 def _rate(each: Judged, rate: Rate) -> float:

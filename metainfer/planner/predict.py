@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.step import Phase
 from metainfer.planner.calibration import Calibration
+from metainfer.planner.layouts import prompt_domains
 from metainfer.planner.ranks import Held
 from metainfer.planner.steps import HIGH, LOW, SHARE, Bound, bound, step_cost
 from metainfer.planner.weights import Census
@@ -81,7 +82,7 @@ def predict(
     prefill = first = None
     if not isinstance(price, Bound) or price.rate is not None:
         seconds = price(Phase.CHUNK, cost.prefill(chunk, context))
-        prefill = held.layout.data * chunk / seconds
+        prefill = prompt_domains(held.layout) * chunk / seconds
         first = context / chunk * seconds
     band = (LOW / SHARE, HIGH / SHARE)
     if calibration is not None:

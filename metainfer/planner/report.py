@@ -68,6 +68,8 @@ def _row(candidate: Candidate, planned: tuple[Reason, ...]) -> dict[str, Any]:
         "tensor": layout.tensor,
         "data": layout.data,
         "expert": layout.expert,
+        "prefill": layout.prefill,
+        "shards": layout.shards,
         "feasible": candidate.feasible,
         "built": candidate.built and not planned,
         "reasons": [reason.to_json() for reason in (*candidate.reasons, *planned)],

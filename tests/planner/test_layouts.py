@@ -17,7 +17,13 @@ from metainfer.core.plan import DraftPlan, LayoutPlan, Limits
 from metainfer.engine.elsewhere import Elsewhere, describe
 from metainfer.models.registry import random_config, read_arch
 from metainfer.ops.catalog import builtin_registry
-from metainfer.planner.layouts import enumerate_layouts, replicas
+from metainfer.planner.layouts import (
+    enumerate_layouts,
+    held_as,
+    of_decodes,
+    of_prompts,
+    replicas,
+)
 from metainfer.planner.opening import OpenedModel, open_model
 from metainfer.planner.predict import predict
 from metainfer.planner.ranks import Cards, Held
@@ -116,9 +122,15 @@ def test_eight_cards() -> None:
         "4xtp2", "4xtp2ep2", "2xtp2ep4", "tp2ep8",
         "2xtp4", "2xtp4ep4", "tp4ep8",
         "tp8", "tp8ep8",
+        "4xtp2cs2", "4xtp2ep2cs2", "2xtp2ep4cs2", "tp2ep8cs2",
+        "2xtp4cs2", "2xtp4cs4", "2xtp4ep4cs2", "2xtp4ep4cs4", "tp4ep8cs2", "tp4ep8cs4",
+        "tp8cs2", "tp8cs4", "tp8cs8", "tp8ep8cs2", "tp8ep8cs4", "tp8ep8cs8",
+        "cp8/dp8ep8", "cp8/tp8", "cp8/tp8cs2", "cp8/tp8cs4", "cp8/tp8cs8",
     ]  # fmt: skip
     assert [each.name for each in enumerate_layouts(8, 0)] == [
-        "single", "8x", "4xtp2", "2xtp4", "tp8"
+        "single", "8x", "4xtp2", "2xtp4", "tp8",
+        "4xtp2cs2", "2xtp4cs2", "2xtp4cs4", "tp8cs2", "tp8cs4", "tp8cs8",
+        "cp8/dp8", "cp8/tp8", "cp8/tp8cs2", "cp8/tp8cs4", "cp8/tp8cs8",
     ]  # fmt: skip
     assert [each.name for each in enumerate_layouts(1, 256)] == ["single"]
 
@@ -132,8 +144,12 @@ def test_every_layout_is_whole_and_named_once(devices: int, experts: int) -> Non
     for each in found:
         assert each.ranks % each.expert == 0 and each.context == 1
         assert each.expert == 1 or each.expert % each.tensor == 0
-        assert replicas(each) * max(each.tensor, each.expert) == each.ranks
+        assert replicas(each) * max(each.tensor, each.expert, each.prefill) == each.ranks
         assert experts or each.expert == 1
+        assert each.tensor % each.shards == 0 and each.prefill in (1, each.ranks)
+        for half in (of_prompts(each), of_decodes(each)):
+            assert half.ranks == each.ranks and half.expert == each.expert
+            assert half.tensor % held_as(each).tensor == 0  # each reads what is held, or a part
 
 
 # -- what a card holds -----------------------------------------------------------------------------
@@ -292,15 +308,15 @@ def test_a_context_that_does_not_fit_says_what_would() -> None:
 
 def test_goals_take_different_layouts() -> None:
     found, context = resolved(goal="latency"), resolved(goal="context")
-    assert found.plan.layouts[0].name == "tp8" and context.plan.layouts[0].name == "ep8"
+    assert found.plan.layouts[0].name == "cp8/tp8" and context.plan.layouts[0].shards > 1
     assert decision(found, "layouts").origin is Origin.COST_MODEL
     speed = {n: c.prediction.one_tok_s for n, c in by_name(found).items() if c.prediction}
-    assert max(speed, key=lambda n: speed[n] or 0) in ("tp8", "tp8ep8")
+    assert max(speed, key=lambda n: speed[n] or 0) in ("tp8", "tp8ep8", "cp8/tp8")
     losers = {loser.value: loser.reasons for loser in decision(found, "layouts").losers}
-    assert set(losers) == set(by_name(found)) - {"tp8"}
+    assert set(losers) == set(by_name(found)) - {"cp8/tp8"}
     assert [r.code for r in losers["ep8"]] == ["worse", "not-built"]
     assert [r.code for r in losers["single"]] == ["memory"]
-    assert [r.code for r in losers["tp8ep8"]] == ["rank", "not-built"]
+    assert [r.code for r in losers["tp8ep8"]] == ["worse", "not-built"]
     most = max(c.held.kv_tokens for c in context.layouts if c.held is not None)
     assert context.plan.kv_tokens == most and decision(context, "layouts").origin is not Origin.SEED
 
@@ -416,8 +432,11 @@ def test_a_slower_link_never_raises_the_tensor_degree(rate: float, goal: str, ba
     assert taken(rate / 2).tensor <= taken(rate).tensor
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(70, 95), st.integers(1, 40), st.sampled_from(("ep8", "tp8", "tp2ep8")))
+NAMES = ("ep8", "tp8", "tp2ep8", "tp8cs4", "tp2ep8cs2", "cp8/dp8ep8", "cp8/tp8cs8")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(70, 95), st.integers(1, 40), st.sampled_from(NAMES))
 def test_more_memory_never_lowers_capacity(size: int, more: int, name: str) -> None:
     def held(gigabytes: int) -> Held:
         return hold(layout(name), cards(running=64, memory_bytes=gigabytes * 10**9))
@@ -426,3 +445,24 @@ def test_more_memory_never_lowers_capacity(size: int, more: int, name: str) -> N
     assert large.longest(4096, MILLION) >= small.longest(4096, MILLION)
     assert large.kv_tokens >= small.kv_tokens
     assert large.pairs(4096, MILLION) >= small.pairs(4096, MILLION)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(70, 96), st.sampled_from(("tp8", "tp4ep8")), st.integers(1, 64))
+def test_more_shards_hold_more_and_decode_no_faster(size: int, name: str, batch: int) -> None:
+    """A cache of a few thousand tokens is read in no time: dealing it out only costs exchanges."""
+    facts = find_machine(SIX).facts
+    names = [name, *(f"{name}cs{n}" for n in (2, 4, 8) if n <= int(name[2]))]
+    found = [hold(layout(each), cards(running=64, memory_bytes=size * 10**9)) for each in names]
+    rates = []
+    for held in found:
+        told = predict(counted(FLASH), held, facts, "bfloat16", running=batch, step_tokens=4096)
+        assert told is not None
+        rates.append(told.decode_tok_s)
+    assert rates == sorted(rates, reverse=True)
+    tokens = [held.kv_tokens for held in found[1:]]
+    assert (
+        tokens == sorted(tokens) and [h.layout.shards for h in found] == [1, 2, 4, 8][: len(found)]
+    )
+    longest = [held.longest(4096, 1 << 40) for held in found[1:]]
+    assert longest == sorted(longest)

@@ -22,7 +22,7 @@ from metainfer.platform.machine_catalog import SHIPPED, find_machine
 
 FLASH, QWEN = "random:deepseek-v4-flash", "random:qwen3-8b"
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "plan.schema.json").read_text())
-SECONDS = 2.0
+SECONDS = 4.0
 
 
 @cache

@@ -86,7 +86,8 @@ class GroupSpec:
     `page_tokens`: tokens a page covers (the block that the book hands out). `kernel_page_entries`:
     entries per *physical* page as the kernel walks it; a logical page is a whole number of them.
     `snapshot_tokens`: for a state without `clean_tokens`, the distance between snapshots. `cache`:
-    the name by which a layer's view is found.
+    the name by which a layer's view is found. `shards`: ranks over which the pages are dealt, each
+    of which holds its part of the bytes.
     """
 
     index: int
@@ -105,6 +106,7 @@ class GroupSpec:
     ring_tokens: int = 0
     snapshot_tokens: int = 0
     clean_tokens: int = 0
+    shards: int = 1
 
     @property
     def page_entries(self) -> int:
@@ -112,8 +114,8 @@ class GroupSpec:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers of the group."""
-        return self.form.page_bytes(self.page_entries) * len(self.layers)
+        """Bytes of one page over all layers of the group, on each of `shards` ranks."""
+        return -(-self.form.page_bytes(self.page_entries) * len(self.layers) // self.shards)
 
     @property
     def slot_bytes(self) -> int:

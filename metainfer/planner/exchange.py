@@ -1,0 +1,124 @@
+"""Seconds of the collectives of a step: what the ranks of a layout send each other.
+
+Per layer (bf16 activations, width D, b tokens of a rank), by the formulas of `comm.model`, one
+after the other:
+
+* tensor ranks: all-reduce of b D twice; once when experts are cut over more ranks than the domain;
+* expert ranks E beyond the domain: each token goes to E (1 - (1 - 1/E)^k) ranks, D + D / 128 bytes
+  there and 2 D bytes back; a domain's ranks send a part each and gather the sum;
+* ranks that share the rows of a chunk: the entries that it adds are gathered, with the windows and
+  states at the parts' edges, and what of the cache before it a rank lacks (`RankWork.fetches`);
+* ranks that each hold a part of the cache: queries are gathered, partial outputs merged (their
+  log-sums, 1 in 256 of them, are left out), chosen positions gathered where keys choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metainfer.comm import model as links
+from metainfer.comm.topology import Topology
+from metainfer.planner.work import RankWork
+
+CHOSEN_BYTES = 4096
+"""A rank's chosen positions with their scores, a token and layer: 512 of 8 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a step sends by. `tokens`: of a rank; `scored` of them need logits. `new`: tokens of a
+    domain's prompts, with `before` cached in front of them; `decoding`: its decoding tokens."""
+
+    tokens: int
+    scored: int
+    new: int = 0
+    before: int = 0
+    decoding: int = 0
+
+
+class Exchange:
+    """Prices what `work`'s ranks send over `tree`; equal steps are priced once."""
+
+    def __init__(self, work: RankWork, tree: Topology) -> None:
+        self._work, self._tree = work, tree
+        self._known: dict[Sent, float] = {}
+
+    def seconds(self, sent: Sent) -> float:
+        """All collectives of a step."""
+        found = self._known.get(sent)
+        if found is None:
+            micros = self._tensor(sent) + self._experts(sent) + self._rows(sent)
+            found = self._known[sent] = (micros + self._shards(sent)) / 1e6
+        return found
+
+    def _tensor(self, sent: Sent) -> float:
+        work, tensor = self._work, self._work.layout.tensor
+        if tensor == 1:
+            return 0.0
+        row = self._row(sent)
+        apart = work.layout.expert > tensor  # the experts' sum comes back by another way
+        micros = (1 if apart else 2) * work.layers * self._reduced(tensor, row)
+        micros += self._reduced(tensor, row)  # the embedding's
+        return micros + self._direct(tensor, sent.scored * work.vocab * work.width)
+
+    def _experts(self, sent: Sent) -> float:
+        work, tensor, expert = self._work, self._work.layout.tensor, self._work.layout.expert
+        if expert <= tensor:
+            return 0.0
+        wide = work.costs.hidden
+        ranks = expert * (1 - (1 - 1 / expert) ** work.costs.experts_per_token)
+        out = sent.tokens / tensor * ranks
+        each = self._direct(expert, out * (wide + wide / 128))
+        each += self._direct(expert, out * wide * work.width)
+        if tensor > 1:
+            each += self._direct(tensor, self._row(sent))
+        return work.layers * each
+
+    def _rows(self, sent: Sent) -> float:
+        """Entries of a chunk to all that share it, and those before it to ranks without them."""
+        work, layout = self._work, self._work.layout
+        if not sent.new or not work.paged_layers:
+            return 0.0
+        micros = 0.0
+        if layout.prefill > 1:
+            gathered = sent.new * work.token_bytes + layout.prefill * work.edge_bytes
+            micros += self._by_layer(layout.prefill, gathered)
+        if work.fetches and sent.before:
+            ranks = max(layout.prefill, layout.shards)
+            micros += work.fetches * self._by_layer(ranks, sent.before * work.token_bytes)
+        return micros
+
+    def _by_layer(self, ranks: int, size: float) -> float:
+        layers = self._work.paged_layers
+        return layers * self._direct(ranks, size / layers)
+
+    def _shards(self, sent: Sent) -> float:
+        """Decoding tokens against a cache in parts.
+
+        A key costs 2 (d_k + d_v) FLOPs a head: a layer's queries and outputs are half as many
+        elements as the FLOPs of one key. Heads of a group meet, not those of all tensor ranks.
+        """
+        work, layout = self._work, self._work.layout
+        if layout.shards == 1 or not sent.decoding:
+            return 0.0
+        one, two = (work.costs.decode_attention_flops(keys)[0] for keys in (1, 2))
+        elements = (two - one) / 2 / work.layers
+        elements *= layout.shards / layout.tensor
+        half = sent.decoding * elements / 2 * work.width
+        micros = 2 * work.paged_layers * self._direct(layout.shards, half)
+        chosen = sent.decoding * layout.shards * CHOSEN_BYTES
+        return micros + work.choosing_layers * self._direct(layout.shards, chosen)
+
+    def _row(self, sent: Sent) -> float:
+        return float(sent.tokens * self._work.costs.hidden * self._work.width)
+
+    def _reduced(self, ranks: int, size: float) -> float:
+        tree = self._group(ranks)
+        return links.best(links.PEER if tree.peer else links.HOST, tree, int(size))[1]
+
+    def _direct(self, ranks: int, size: float) -> float:
+        tree = self._group(ranks)
+        return links.direct(tree, int(size), through_host=not tree.peer)
+
+    def _group(self, ranks: int) -> Topology:
+        return self._tree.group(ranks, self._work.layout.ranks)

@@ -1,0 +1,101 @@
+"""One rank's part of a model under one layout, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from metainfer.core.plan import LayoutPlan
+from metainfer.kv.book.spec import CacheSpec, GroupKind
+from metainfer.models.arch import Costs
+from metainfer.planner.layouts import fetches, held_as, of_decodes, of_prompts
+from metainfer.planner.ranks import Held
+from metainfer.planner.weights import DTYPE_BYTES, EMBED, EXPERTS, Census
+
+HEAD = "linear.lm_head"
+TABLES = "rotary tables"
+INDEX = "index"
+"""Name of caches of keys that choose: each rank of a dealt cache chooses from its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWork:
+    """One rank's part of a model under one layout, in numbers.
+
+    `dense`, `head`, `routed`: matrix elements that a token passes on this rank. `dense_bytes`: read
+    in every step; `expert_bytes`: all routed experts of this rank. `width`: bytes of an activation
+    element. `specs`: caches whose bytes `costs` counts.
+
+    `token_bytes`: what a token adds to paged caches over all layers; `edge_bytes`: windows and
+    states that a part of a chunk needs of the part before it. `paged_layers`, `choosing_layers`:
+    those with paged caches, and with index keys. `fetches`: how often a chunk moves what is cached
+    before it (`layouts.fetches`).
+    """
+
+    layout: LayoutPlan
+    layers: int
+    vocab: int
+    experts: int
+    width: int
+    dense: float
+    head: float
+    routed: float
+    dense_bytes: float
+    expert_bytes: float
+    costs: Costs
+    specs: tuple[CacheSpec, ...] = ()
+    token_bytes: float = 0.0
+    edge_bytes: float = 0.0
+    paged_layers: int = 0
+    choosing_layers: int = 0
+    fetches: int = 0
+
+
+def rank_work(
+    counted: Census, held: Held, costs: Costs, dtype: str, *, prompts: bool = False
+) -> RankWork:
+    """The work of a model whose headers were counted, as one card holds it.
+
+    `prompts`: of chunks of prompts, where they are computed another way than decodes.
+    """
+    layout = of_prompts(held.layout) if prompts else of_decodes(held.layout)
+    arch, elements, whole = counted.arch, counted.elements(layout), counted.elements()
+    kept = counted.elements(held_as(held.layout))
+    routed = [site for site in elements if site.startswith(f"{EXPERTS}.")]
+    # A half that cuts a matrix further than it is held reads its part of it.
+    parts = {site: min(1.0, count / kept[site]) for site, count in elements.items() if count}
+    sites = {row.item: row.bytes * parts.get(row.item, 1.0) for row in held.weights}
+    expert_bytes = sum(sites.get(site, 0) for site in routed)
+    embedding = sites.get(EMBED, 0) if HEAD in sites else 0  # a tied head is read where it is held
+    specs = held.prompt_specs if prompts else held.specs
+    paged = [spec for spec in specs if spec.kind is GroupKind.PAGED and not spec.borrows]
+    return RankWork(
+        layout=layout,
+        layers=arch.layers,
+        vocab=arch.vocab_size,
+        experts=max(arch.routed_experts, 1),
+        width=DTYPE_BYTES[dtype],
+        dense=sum(n for site, n in elements.items() if site not in (EMBED, HEAD, *routed)),
+        head=elements.get(HEAD, 0),
+        routed=sum(whole[site] for site in routed)
+        * costs.experts_per_token
+        / max(arch.routed_experts, 1)
+        / layout.tensor,
+        dense_bytes=sum(sites.values()) - expert_bytes - embedding - sites.get(TABLES, 0),
+        expert_bytes=expert_bytes,
+        costs=costs,
+        specs=specs,
+        token_bytes=sum(spec.form.bytes / spec.tokens_per_entry for spec in paged),
+        edge_bytes=_edge_bytes(specs),
+        paged_layers=len({spec.layer for spec in paged}),
+        choosing_layers=len({spec.layer for spec in paged if spec.name == INDEX}),
+        fetches=max(fetches(held.layout), int(held.prompt_specs != held.specs)),
+    )
+
+
+def _edge_bytes(specs: Sequence[CacheSpec]) -> float:
+    held = 0
+    for spec in specs:
+        if not spec.borrows and spec.kind is not GroupKind.PAGED:
+            held += spec.state_bytes or spec.window * spec.form.bytes
+    return float(held)
