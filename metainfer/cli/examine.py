@@ -48,8 +48,9 @@ def plan(
 
     if model is None:
         raise UsageError("No model is given.", "Pass --model MODEL.")
-    intent = engine.intent(model, adapter)
-    if machine is not None:
+    emulated = machine if engine.rank_of is not None else None
+    intent = engine.intent(model, adapter, emulated)
+    if machine is not None and emulated is None:
         there = describe(machine, intent)
         document = plan_document(there.resolve(open_model(model, adapters=intent.adapters), intent))
         return _shown(document, explain)

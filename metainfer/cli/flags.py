@@ -85,6 +85,8 @@ INTENT_FIELDS = {
     "--op": "ops",
     "--layout": "layouts",
     "--parallel": "parallel",
+    "--collectives": "collectives",
+    "--rank-of": "rank_of",
     "--allow-fallback": "allow_fallback",
     "--adapter": "adapters",
     "--no-prefix-cache": "prefix_cache",
@@ -108,6 +110,12 @@ Adapters = Annotated[
     _flag("--adapter", text="NAME=FOLDER: a LoRA adapter as PEFT saves it (repeatable)"),
 ]
 """Of the verbs that can answer with adapters."""
+
+RankMachine = Annotated[
+    str | None,
+    _flag("--machine", text="of --rank-of: the machine whose rank it is, a name or FILE.toml"),
+]
+"""Of the verbs that run one rank of several."""
 
 
 @Parameter(name="*")
@@ -156,6 +164,14 @@ class EngineFlags:
     parallel: Annotated[
         str | None, _flag("--parallel", text="layout over cards: single, tp8, ep8, 2xtp4 ...")
     ] = None
+    collectives: Annotated[
+        Literal["auto", "ipc", "host", "nccl"] | None,
+        _flag("--collectives", text="what carries them between cards"),
+    ] = None
+    rank_of: Annotated[
+        int | None,
+        _flag("--rank-of", text="run one rank of N, its peers emulated: times of it, no answers"),
+    ] = None
     allow_fallback: Annotated[
         tuple[str, ...],
         _flag("--allow-fallback", text="OP that may take a reference path (repeatable)"),
@@ -184,8 +200,11 @@ class EngineFlags:
         _flag("--config", text="FILE.toml or .yaml with flags by name", group=SOURCES),
     ] = None
 
-    def intent(self, model: str, adapters: Sequence[str] = ()) -> Intent:
-        """The `Intent`, with the origin of each value that the user gave."""
+    def intent(
+        self, model: str, adapters: Sequence[str] = (), of_machine: str | None = None
+    ) -> Intent:
+        """The `Intent`, with the origin of each value that the user gave. `of_machine`: whose rank
+        is emulated."""
         given = {
             INTENT_FIELDS[flag]: setting
             for flag, setting in settings.current.given.items()
@@ -218,6 +237,9 @@ class EngineFlags:
             ops=parse_pairs(self.op, "--op"),
             layouts=parse_pairs(self.layout, "--layout"),
             parallel=self.parallel,
+            collectives=self.collectives,
+            rank_of=self.rank_of,
+            of_machine=of_machine,
             allow_fallback=self.allow_fallback,
             adapters=parse_pairs(adapters, "--adapter"),
             origins=origins,

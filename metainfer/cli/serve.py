@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from metainfer.cli import output, settings
-from metainfer.cli.flags import NO_FLAGS, Adapters, EngineFlags, Json
+from metainfer.cli.flags import NO_FLAGS, Adapters, EngineFlags, Json, RankMachine
 from metainfer.cli.output import Result
 from metainfer.cli.server_flags import NO_SERVER_FLAGS, ServerFlags
 from metainfer.core.errors import UsageError
@@ -30,13 +30,14 @@ def serve(
     server: ServerFlags = NO_SERVER_FLAGS,
     engine: EngineFlags = NO_FLAGS,
     adapter: Adapters = (),
+    machine: RankMachine = None,
     as_json: Json = False,
 ) -> Result:
     """Serve MODEL over HTTP. Ctrl-C drains; a second one stops at once.
 
     Example: metainfer serve smollm2-135m --port 8000
     """
-    intent = engine.intent(model, adapter)
+    intent = engine.intent(model, adapter, machine)
     config = replace(server.config(model), adapters=intent.adapters)
     _check_names(config)
     if config.max_pending != MAX_PENDING:

@@ -37,6 +37,9 @@ def summary(info: EngineInfo, url: str, names: tuple[str, ...]) -> list[str]:
     document = info.plan
     plan = document.get("plan")
     if isinstance(plan, dict):
+        if said := plan.get("emulated"):
+            whose = "rank {rank} of {ranks} of {machine}".format(**said)
+            lines.append(f"  EMULATED: {whose}; its peers are a stand-in, answers mean nothing")
         lines += [f"  {line}" for line in _machine(plan, _decisions(document))]
         lines += [f"  {line}" for line in _kernels(plan.get("ops"))]
     verdict = document.get("verification", {}).get("text")

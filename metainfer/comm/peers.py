@@ -2,16 +2,17 @@
 
 A model says where ranks hold parts of one sum, or columns or rows of one matrix; alone, each call
 gives back what it got and launches nothing. Sums are exact (`request.Precision.EXACT`): in rank
-order, rounded once, so every rank goes on with the same bits.
+order, rounded once, so every rank goes on with the same bits, unless `native` sums were asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from metainfer.comm.api import Communicator
-from metainfer.comm.request import Op, Request
+from metainfer.comm.request import Op, Precision, Request
 from metainfer.core.plan import LayoutPlan
 
 if TYPE_CHECKING:
@@ -60,11 +61,23 @@ class Alone:
 
 
 class Linked:
-    """Several ranks over a `Communicator` whose rules all of them have agreed on."""
+    """Several ranks over a `Communicator` whose rules all of them have agreed on.
 
-    def __init__(self, rank: int, size: int, comm: Communicator) -> None:
+    `precision`: of its sums. `capturing`: whether what is called now goes into a graph.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        comm: Communicator,
+        *,
+        precision: Precision = Precision.EXACT,
+        capturing: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.rank, self.size = rank, size
-        self._comm = comm
+        self.comm = comm
+        self._precision, self._capturing = precision, capturing
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -85,8 +98,15 @@ class Linked:
 
     def _run(self, op: Op, count: int, given: Tensor, out: Tensor) -> Tensor:
         dtype = str(given.dtype).removeprefix("torch.")
-        request = Request(op=op, count=count, dtype=dtype, world=self.size)
-        self._comm.run(request, given, out)
+        request = Request(
+            op=op,
+            count=count,
+            dtype=dtype,
+            world=self.size,
+            precision=self._precision,
+            captured=self._capturing(),
+        )
+        self.comm.run(request, given, out)
         return out
 
 

@@ -132,7 +132,9 @@ class OpPlan:
 class Plan:
     """One engine, decided. `phase_layout`: phase class -> layout name. `ops`: ``site@phase``.
     `graph_buckets`: token counts at which decode is captured; empty: it runs op by op. `graphs`:
-    all captured steps, in the order of capture. `adapters`: in the order of their places."""
+    all captured steps, in the order of capture. `adapters`: in the order of their places.
+    `emulated`: which rank of how many of which machine this is, where its peers are a stand-in;
+    such a plan answers nothing."""
 
     model: ModelPlan
     platform: str
@@ -155,6 +157,7 @@ class Plan:
     ledger: tuple[LedgerRow, ...]
     decisions: tuple[Decision, ...]
     adapters: tuple[AdapterPlan, ...] = ()
+    emulated: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:

@@ -1,4 +1,7 @@
-"""The executor under an engine: this process, or one process per rank of the plan's layout."""
+"""The executor under an engine: this process, or one process per rank of the plan's layout.
+
+In this process it is the whole model, or one rank of several whose peers are emulated.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from metainfer.core.intent import Intent
 from metainfer.engine.machine import Machine
+from metainfer.planner.emulation import Emulation, emulation_of
 from metainfer.planner.opening import OpenedModel
 from metainfer.planner.resolve import Resolved
 
@@ -35,8 +39,10 @@ def open_executor(
         ModelError: the checkpoint does not fit its config.
         GroupError: a rank could not start; the others are ended.
     """
-    layout = resolved.plan.layouts[0]
-    if layout.ranks > 1:
+    emulation = emulation_of(intent)
+    if emulation is not None:
+        return _open_emulated(resolved, model, machine, emulation, trace)
+    if resolved.plan.layouts[0].ranks > 1:
         return _open_ranks(resolved, intent, note)
     from metainfer.executor.assemble import assemble
     from metainfer.executor.loading import tensor_source
@@ -44,6 +50,40 @@ def open_executor(
     device = machine.torch_device()
     source = tensor_source(model, device)
     return assemble(resolved, source, machine.registry, device, trace=trace)
+
+
+def _open_emulated(
+    resolved: Resolved,
+    model: OpenedModel,
+    machine: Machine,
+    emulation: Emulation,
+    trace: Trace | None,
+) -> LocalExecutor:
+    """The first rank, in this process; its peers are a stand-in."""
+    from metainfer.comm.emulated_ranks import EmulatedRanks
+    from metainfer.comm.peers import Place
+    from metainfer.executor.assemble import assemble
+    from metainfer.executor.loading import tensor_source
+
+    device, place = machine.torch_device(), Place(resolved.plan.layouts[0], 0)
+    alone = EmulatedRanks(
+        place,
+        emulation.tree,
+        device,
+        method=emulation.method,
+        experts=resolved.arch.routed_experts,
+    )
+    executor = assemble(
+        resolved,
+        tensor_source(model, device),
+        machine.registry,
+        device,
+        trace=trace,
+        place=place,
+        ranks=alone.ranks,
+    )
+    executor.emulated = alone
+    return executor
 
 
 def _open_ranks(resolved: Resolved, intent: Intent, note: Callable[[str], None]) -> RankExecutor:

@@ -62,6 +62,12 @@ class Elsewhere:
         Raises:
             UsageError, RefusedError: as `planner.resolve.resolve`.
         """
+        if intent.rank_of is not None:
+            raise UsageError(
+                f"--rank-of {intent.rank_of} runs one rank on this machine, and "
+                f"{self.machine.name} is not here.",
+                "Leave it out: every layout of that machine is planned for all its ranks.",
+            )
         resolved = resolve(
             intent,
             model.facts,

@@ -37,6 +37,8 @@ from metainfer.scheduler.ngram import NgramDrafts
 from metainfer.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from metainfer.comm.backends.emulated import Waited
+    from metainfer.comm.emulated_ranks import EmulatedRanks
     from metainfer.executor.local import LocalExecutor
     from metainfer.executor.ranks import RankExecutor
     from metainfer.kernels.table import Trace
@@ -276,7 +278,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         reading = self.scheduler.stats()
-        counters = reading.counters
+        counters, waited = reading.counters, self.waited
         return EngineStats(
             running=reading.running,
             waiting=reading.waiting + len(self._desk),
@@ -299,7 +301,23 @@ class Engine:
             cache_alarms=reading.cache_alarms,
             non_finite=counters.non_finite,
             abandoned_steps=counters.abandoned,
+            emulated_calls=waited.calls if waited is not None else 0,
+            emulated_wait_s=waited.us / 1e6 if waited is not None else 0.0,
         )
+
+    @property
+    def waited(self) -> Waited | None:
+        """What emulated collectives took so far; None where none is emulated."""
+        return self._alone.waited if self._alone is not None else None
+
+    @property
+    def emulated_paths(self) -> dict[str, float]:
+        """Share of emulated collectives by the backend and algorithm that their price is of."""
+        return self._alone.describe() if self._alone is not None else {}
+
+    @property
+    def _alone(self) -> EmulatedRanks | None:
+        return getattr(self._executor, "emulated", None)
 
     @property
     def has_work(self) -> bool:

@@ -25,6 +25,7 @@ from metainfer.kernels.select import Policy
 from metainfer.ops.catalog import builtin_registry
 from metainfer.planner import calibration, needs
 from metainfer.planner.calibration import Calibration
+from metainfer.planner.emulation import emulation_of
 from metainfer.planner.needs import Needs
 from metainfer.planner.opening import OpenedModel
 from metainfer.planner.resolve import Resolved, resolve
@@ -85,6 +86,7 @@ class Machine:
             self.fingerprint,
             measured=self.step_times,
             needs=self.step_needs,
+            emulation=emulation_of(intent),
         )
 
     def step_times(self, key: str) -> Calibration | None:

@@ -64,6 +64,8 @@ def status(store: RecordStore, plan: Plan) -> dict[str, Any]:
 
     `verified` is True only for a verdict that passed and is about this very plan.
     """
+    if plan.emulated:
+        return {"verified": False, "text": "not verified: emulated, answers mean nothing"}
     now = proven(plan)
     own = store.get(KIND, f"{plan.model.reference}@{digest(now)}")
     latest = own or store.get(KIND, plan.model.reference)

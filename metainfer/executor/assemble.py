@@ -50,7 +50,8 @@ def assemble(
     layout = plan.layouts[0]
     dtype = DTYPES[plan.model.dtype]
     if device.type == "cpu":
-        torch.set_num_threads(max(1, plan.threads // layout.ranks))
+        here = 1 if plan.emulated else layout.ranks
+        torch.set_num_threads(max(1, plan.threads // here))
     phase("weights")
     layouts = {role: registry.layout(layout) for role, layout in plan.bundle.items()}
     weights = load_weights(

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,6 +46,9 @@ from metainfer.kernels.table import OpTable
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.pools import KVStore
 from metainfer.models.common.inputs import SegmentInputs
+
+if TYPE_CHECKING:
+    from metainfer.comm.emulated_ranks import EmulatedRanks
 
 CPU_LIMIT_TOKENS = 16
 MOST_OPEN = 2
@@ -84,6 +87,7 @@ class LocalExecutor:
         self.capture: Capture = CudaCapture()  # how steps are captured
         self._open: deque[StepResult] = deque()
         self.nan_guard = NanGuard.LOGITS  # set it before `warm`
+        self.emulated: EmulatedRanks | None = None  # where this is one rank without its peers
 
     def use_grammars(self, make: OpenGrammar) -> None:
         """From now on requests may carry a grammar; `make` gives its state as they enter."""

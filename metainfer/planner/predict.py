@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from metainfer.comm.topology import Topology
 from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.step import Phase
 from metainfer.planner.calibration import Calibration
@@ -68,12 +69,13 @@ def predict(
     running: int,
     step_tokens: int,
     calibration: Calibration | None = None,
+    tree: Topology | None = None,
 ) -> Prediction | None:
     """The speed of one layout; None where the family has no cost model or no rate is known.
 
-    `calibration`: measured steps of this very layout on this machine.
+    `calibration`: measured steps of this very layout on this machine. `tree`: as `step_cost`.
     """
-    cost = step_cost(counted, held, facts, dtype)
+    cost = step_cost(counted, held, facts, dtype, tree)
     price: Bound | Calibration | None = calibration or bound(facts, dtype)
     if cost is None or price is None:
         return None

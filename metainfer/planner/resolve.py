@@ -24,7 +24,7 @@ from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
 from metainfer.planner import adapters, drafts, grammars, graphs
 from metainfer.planner.calibration import Calibration, nothing_measured
-from metainfer.planner.layouts import alike, of_decodes, of_prompts
+from metainfer.planner.emulation import Emulation
 from metainfer.planner.needs import Needs, nothing_known
 from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.record import record_needs, record_selection
@@ -246,11 +246,11 @@ class _Resolver:
         layout: LayoutPlan = WHOLE,
     ) -> tuple[OpRequest, ...]:
         """What one rank's kernels are asked for, in its own shapes (B-04)."""
-        halves = {Phase.CHUNK: of_prompts(layout)}
+        arch = self.arch if layout == LayoutPlan(name=layout.name) else self.arch.on_rank(layout)
         schemes = counted.schemes()
         decoding = 1 if self.intent.goal == "latency" else min(8, limits.max_running)
         typical = {  # phase -> (tokens, rows that need logits)
-            Phase.CHUNK: (-(-limits.step_tokens // layout.prefill), 1),
+            Phase.CHUNK: (limits.step_tokens, 1),
             Phase.MIXED: (limits.mixed_prefill_tokens + decoding, decoding),
             Phase.DECODE: (decoding, decoding),
             Phase.VERIFY: (decoding * (1 + draft.depth),) * 2,
@@ -259,13 +259,8 @@ class _Resolver:
         return tuple(
             request
             for phase in phases(draft)
-            for request in self._rank(halves.get(phase, of_decodes(layout))).op_requests(
-                phase, *typical[phase], dtype, schemes, page_tokens
-            )
+            for request in arch.op_requests(phase, *typical[phase], dtype, schemes, page_tokens)
         )
-
-    def _rank(self, layout: LayoutPlan) -> Arch:
-        return self.arch if layout.tensor == layout.expert == 1 else self.arch.on_rank(layout)
 
     def census(self) -> Census:
         """The model's tensors, counted; after `draft`, which may bring some along."""
@@ -334,7 +329,7 @@ class _Resolver:
             threads=threads,
             layouts=(layout,),
             phase_layout={phase.value: layout.phase_name(phase) for phase in phases(draft)},
-            kv_domains=layout.data,
+            kv_domains=1 if cards.emulated is not None else layout.data,
             kv_groups=tuple(_group_plan(group, held.cache.sizes) for group in held.groups),
             kv_tokens=held.kv_tokens,
             prefix_cache=self.intent.prefix_cache,
@@ -353,6 +348,7 @@ class _Resolver:
             ledger=held.ledger() if captured.graphs else graphs.released(held.ledger()),
             decisions=self.decisions(),
             adapters=adapters.adapter_plans(self.arch.adapters),
+            emulated=cards.emulated.values() if cards.emulated is not None else {},
         )
 
     def decisions(self) -> tuple[Decision, ...]:
@@ -380,6 +376,7 @@ def resolve(
     source: Origin = Origin.PROBE,
     measured: Callable[[str], Calibration | None] = nothing_measured,
     needs: Callable[[str], Needs | None] = nothing_known,
+    emulation: Emulation | None = None,
 ) -> Resolved:
     """Decide everything.
 
@@ -388,6 +385,7 @@ def resolve(
         source: where the facts come from: read off this machine, or a machine file.
         measured: step times of this machine by `calibration.key`, None where there are none.
         needs: what steps were measured to need here, by `needs.needs_key`; None likewise.
+        emulation: the ranks whose first is run here alone.
 
     Raises:
         UsageError: a malformed wish.
@@ -399,6 +397,8 @@ def resolve(
         raise UsageError(
             f"--memory-share is {intent.memory_share:g}.", "Pass a part of the whole, like 0.9."
         )
+    if emulation is not None:
+        facts = emulation.on(facts)
     resolver = _Resolver(intent, model, facts)
     ledger, dtype, limits = resolver.ledger, resolver.dtype(), resolver.limits()
     page, draft = resolver.page_tokens(), resolver.draft(limits)
@@ -421,10 +421,11 @@ def resolve(
         threads=intent.threads or facts.host.usable_cores or 1,
         measured=measured,
         needs=needs,
+        emulated=emulation,
     )
     found = search(
         cards,
-        lambda layout: shapes(alike(layout)),
+        lambda layout: shapes(replace(layout, name="shapes", data=1)),
         registry.layout,
         ledger,
         intent.origin("parallel"),

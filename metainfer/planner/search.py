@@ -18,16 +18,15 @@ from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Layout
 from metainfer.kernels.select import Selection
 from metainfer.planner.calibration import Calibration, key, nothing_measured
+from metainfer.planner.emulation import Emulation
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 from metainfer.planner.layouts import (
     MOST_PROCESSES,
     NOT_BUILT,
+    by_wish,
     enumerate_layouts,
-    named,
-    of_prompts,
     processes,
     runs,
-    talks,
 )
 from metainfer.planner.limits import CacheTooSmall, longest_context
 from metainfer.planner.phases import record_phases
@@ -105,23 +104,27 @@ def search(
     """
     asked, experts = cards.intent.parallel, cards.arch.routed_experts
     devices = len(cards.facts.devices)
-    if cards.facts.device.kind == CPU:
+    if cards.emulated is not None:
+        devices = cards.emulated.ranks
+    elif cards.facts.device.kind == CPU:
         devices = processes(asked, experts)
-    layouts = enumerate_layouts(devices, experts)
-    wanted = None if asked is None else named(asked, layouts)
-    if asked is not None and wanted is None:
+    layouts = (*enumerate_layouts(devices, experts), *by_wish(asked, devices, experts))
+    if cards.emulated is not None:
+        layouts = tuple(each for each in layouts if each.ranks == devices)
+    if asked is not None and asked not in [layout.name for layout in layouts]:
         raise _unknown(asked, devices, cards)
     found = tuple(_judge(cards, layout, selection_of, packing_of) for layout in layouts)
     feasible = [each for each in found if each.feasible]
-    if wanted is not None:
-        chosen = next(each for each in found if each.layout == wanted)
+    if asked is not None:
+        chosen = next(each for each in found if each.layout.name == asked)
         if not chosen.feasible:
             raise _refusal([chosen], cards)
     elif not feasible:
         raise _refusal(found, cards)
     else:
         single = found[0]
-        chosen = single if single.feasible else best_for(feasible, cards.intent.goal)
+        alone = single.feasible and single.layout.ranks == 1
+        chosen = single if alone else best_for(feasible, cards.intent.goal)
     best = best_for(feasible, cards.intent.goal)
     _record(ledger, Found(chosen, best, found), cards, origin)
     return Found(chosen, best, found)
@@ -130,6 +133,13 @@ def search(
 def _unknown(asked: str, devices: int, cards: Cards) -> UsageError:
     """No layout has that name here; says which names there are."""
     on_cpu, experts = cards.facts.device.kind == CPU, cards.arch.routed_experts
+    if cards.emulated is not None:
+        names = [e.name for e in enumerate_layouts(devices, experts) if e.ranks == devices]
+        raise UsageError(
+            f"layout {asked!r} is none of {devices} ranks.",
+            f"There is: {', '.join(names)}.",
+            code="unknown_parallel",
+        )
     names = [each.name for each in enumerate_layouts(2 if on_cpu else devices, experts)]
     more = f", and so on up to {MOST_PROCESSES} processes of this host" if on_cpu else ""
     where = "a CPU" if on_cpu else f"{devices} devices"
@@ -169,7 +179,7 @@ def _judge(
 ) -> Candidate:
     """All blockers of a layout in one pass: what cannot be cut, what memory lacks, for which of a
     rank's shapes there is no kernel."""
-    cannot = _objections(cards, layout)
+    cannot = cards.arch.layout_objections(layout, cards.counted.blocks()).reasons
     if cannot:  # there are no shapes of a rank
         selection = selection_of(enumerate_layouts(1, 0)[0])
     else:
@@ -179,36 +189,26 @@ def _judge(
             if layout.ranks == 1:
                 raise
             return Candidate(layout=layout, cannot=error.reasons)
-    planned_only = runs(layout, cards.facts.device.kind, cards.draft).reasons
+    # A rank that is emulated runs where any single one does.
+    kind = CPU if cards.emulated is not None else cards.facts.device.kind
+    planned_only = runs(layout, kind, cards.draft).reasons
 
     def packings(names: Mapping[str, str]) -> dict[str, Layout]:
         return {role: packing_of(name) for role, name in names.items()}
 
-    if layout.shards > 1 and not cards.copied(layout, packings(selection.bundle.layouts)):
-        text = f"{layout.tensor} tensor ranks keep KV heads of their own: nothing is held twice"
-        cannot = (*cannot, Reason("shards", text, {"ranks": layout.tensor}))
-
-    small: list[tuple[Mapping[str, str], CacheTooSmall]] = []  # weights fit, the cache does not
-
     def attempt(names: Mapping[str, str], running: int | None = None) -> Held:
-        try:
-            return cards.hold(layout, packings(names), running)
-        except CacheTooSmall as refusal:
-            if running is None:
-                small.append((names, refusal))
-            raise
+        return cards.hold(layout, packings(names), running)
 
     try:
         try:
             chosen, held = first_that_fits(selection, attempt)
         except RefusedError as error:
+            bundles = [bundle.layouts for bundle in (selection.bundle, *selection.others)]
             # A concurrency that nobody asked for is a seed: it gives way before a refusal.
-            seed = cards.intent.concurrency is None
-            held_by = [cards.most_running(layout, packings(b)) for b, _ in small if seed]
-            fewer = max(held_by, default=0)
-            if not fewer:  # limits can be lowered where weights fit
-                refusals = [refusal for _, refusal in small]
-                raise min(refusals, key=lambda e: _short(e.reasons), default=error) from None
+            seed = cards.intent.concurrency is None and error.code == DOES_NOT_FIT
+            fewer = max(cards.most_running(layout, packings(b)) for b in bundles) if seed else 0
+            if not fewer:
+                raise _advisable(error, bundles, attempt) from None
             chosen, held = first_that_fits(selection, lambda names: attempt(names, fewer))
     except RefusedError as error:
         if error.code not in _ROOM:
@@ -223,7 +223,8 @@ def _judge(
     if cannot:
         return Candidate(layout=layout, cannot=cannot, planned_only=planned_only)
     step, limit = cards.limits.step_tokens, cards.arch.max_context
-    facts = _of_a_rank(cards.facts, layout)
+    facts = _of_a_rank(cards.facts, cards.here(layout))
+    tree = cards.emulated.tree if cards.emulated is not None else None
     calibration = None
     if layout.ranks == 1 and cards.measured is not nothing_measured:
         calibration = cards.measured(key(cards.arch, cards.dtype, chosen.bundle, cards.threads))
@@ -240,33 +241,40 @@ def _judge(
             running=min(held.running, cards.limits.max_running),
             step_tokens=step,
             calibration=calibration,
+            tree=tree,
         ),
-        cost=step_cost(cards.counted, held, facts, cards.dtype),
+        cost=step_cost(cards.counted, held, facts, cards.dtype, tree),
         calibration=calibration,
         longest=held.longest(step, limit),
         pairs=held.pairs(step, limit),
     )
 
 
-def _objections(cards: Cards, layout: LayoutPlan) -> tuple[Reason, ...]:
-    """What forbids a layout, or either half of a pair, whatever the memory."""
-    blocks = cards.counted.blocks()
-    found = {
-        reason.message: reason
-        for each in dict.fromkeys((layout, of_prompts(layout)))
-        for reason in cards.arch.layout_objections(each, blocks).reasons
-    }
-    return tuple(found.values())
-
-
-def _of_a_rank(facts: Facts, layout: LayoutPlan) -> Facts:
-    """What one rank can count on: processes of a host share its cores and its memory."""
-    device, ranks = facts.device, layout.ranks
+def _of_a_rank(facts: Facts, ranks: int) -> Facts:
+    """What one of `ranks` can count on: processes of a host share its cores and its memory."""
+    device = facts.device
     if device.kind != CPU or ranks == 1:
         return facts
     read = None if device.read_bytes_s is None else device.read_bytes_s / ranks
     dots = {dtype: rate / ranks for dtype, rate in device.dot_flops.items()}
     return replace(facts, devices=(replace(device, read_bytes_s=read, dot_flops=dots),))
+
+
+def _advisable(
+    error: RefusedError,
+    bundles: Sequence[Mapping[str, str]],
+    attempt: Callable[[Mapping[str, str]], Held],
+) -> RefusedError:
+    """The refusal of a bundle whose weights fit, if there is one: its limits can be lowered."""
+    found = []
+    for names in bundles if error.code == DOES_NOT_FIT else ():
+        try:
+            attempt(names)
+        except CacheTooSmall as small:
+            found.append(small)
+        except RefusedError:
+            continue
+    return min(found, key=lambda small: _short(small.reasons), default=error)
 
 
 def _reach(error: RefusedError) -> int | None:
@@ -390,6 +398,8 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
     decided = Origin.DERIVED
     if cards.intent.parallel is not None:
         why, decided = "asked for", origin
+    elif cards.emulated is not None:
+        why, decided = _goal_why(goal, best, feasible), _by(best)
     elif devices > 1 and chosen.built:
         why = f"1 of {devices} devices is used: {NOT_BUILT}"
     elif not chosen.built:
@@ -404,12 +414,16 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
     apart = chosen.layout.prefill > 1
     said = "chunks as the first part says, all else as the second" if apart else ""
     ledger.record("phase_layout", name, Origin.DERIVED, said or "the same for every phase")
-    domains = chosen.layout.data
-    ledger.record("kv_domains", domains, Origin.DERIVED, f"attention domains of {name}")
-    if chosen.built and chosen.layout.ranks > 1:
+    domains, whose = chosen.layout.data, f"attention domains of {name}"
+    if cards.emulated is not None:
+        domains, whose = 1, f"that of one rank; {name} has {domains}"
+        _record_emulation(ledger, cards.emulated, cards.intent.origin("rank_of"))
+    ledger.record("kv_domains", domains, Origin.DERIVED, whose)
+    if cards.emulated is None and chosen.built and chosen.layout.ranks > 1:
         met = "processes of this host meet in its memory; sums are exact, in rank order"
-        alone = ("none", "replicas share nothing")
-        path, said = ("shm_cpu", met) if talks(chosen.layout) else alone
+        of = chosen.layout
+        talks = max(of.tensor, of.expert, of.prefill, of.context) > 1
+        path, said = ("shm_cpu", met) if talks else ("none", "replicas share nothing")
         ledger.record("collectives", path, Origin.DERIVED, said)
     if devices > 1:
         others = tuple(
@@ -420,6 +434,15 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
         said = _goal_why(goal, best, feasible)
         ledger.record("goal_layout", best.layout.name, _by(best), said, others)
         record_phases(ledger, feasible)
+
+
+def _record_emulation(ledger: DecisionLedger, emulated: Emulation, asked: Origin) -> None:
+    """Whose rank it is, and what stands in for its peers."""
+    guessed = "; ".join(emulated.tree.assumed)
+    why = "asked for: its answers mean nothing, its times are those of one rank"
+    ledger.record("emulated", emulated.values(), asked, f"{why}; {guessed}" if guessed else why)
+    said = f"predicted for {emulated.machine} and waited for; what peers bring is a stand-in"
+    ledger.record("collectives", "emulated", Origin.COST_MODEL, said)
 
 
 def _by(best: Candidate) -> Origin:

@@ -123,11 +123,17 @@ class ClientLeftError(Exception):
 
 
 class Gate:
-    """Outermost ASGI layer: request id, header count, API key, and the last stop of faults."""
+    """Outermost ASGI layer: request id, header count, API key, and the last stop of faults.
 
-    def __init__(self, app: Any, config: ServerConfig) -> None:
+    `emulated`: what every answer says while its peers are a stand-in (``X-Metainfer-Emulated``).
+    """
+
+    def __init__(
+        self, app: Any, config: ServerConfig, emulated: Callable[[], str] = lambda: ""
+    ) -> None:
         self.app = app
         self._config = config
+        self._emulated = emulated
         self._users = Keys(config.api_keys)
         self._admins = Keys(config.admin_keys)
 
@@ -149,6 +155,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                if said := self._emulated():
+                    message["headers"].append((b"x-metainfer-emulated", said.encode()))
             try:
                 await send(message)
             except RuntimeError as error:

@@ -79,7 +79,7 @@ def create_app(state: ServerState) -> Gate:
     _add_routes(app, state)
     add_page(app, state)
     openapi.install(app, state)
-    return Gate(app, state.config)
+    return Gate(app, state.config, lambda: state.emulated)
 
 
 def _add_routes(app: Any, state: ServerState) -> None:

@@ -55,6 +55,8 @@ class Health:
             "running": stats.running,
             "waiting": stats.waiting,
         }
+        if state.emulated:
+            body["emulated"] = state.emulated
         return _json(body, 200 if good else 503)
 
     async def metrics(self) -> Any:

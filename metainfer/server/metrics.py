@@ -113,6 +113,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.non_finite,
     ),
     ("abandoned_steps", "Steps for which memory did not suffice.", lambda s: s.abandoned_steps),
+    (
+        "emulated_wait_seconds",
+        "Time in collectives whose peers are a stand-in (--rank-of), none of it overlapped.",
+        lambda s: s.emulated_wait_s,
+    ),
 )
 
 

@@ -270,7 +270,7 @@ def _job(state: ServerState, body: Sampling, info: EngineInfo, asked: _Asked) ->
         arrived=asked.arrived,
         created=int(time.time()),
         model=body.model,
-        fingerprint=f"fp_{state.fingerprint}",
+        fingerprint=f"{'emulated' if state.emulated else 'fp'}_{state.fingerprint}",
         tools=text,
         prompts=asked.prompts,
         choices=[],

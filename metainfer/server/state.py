@@ -106,6 +106,14 @@ class ServerState:
         self.phase = "ready"
 
     @property
+    def emulated(self) -> str:
+        """Whose rank answers while its peers are a stand-in, so that no answer means anything;
+        empty where answers are real."""
+        plan = self.info.plan.get("plan", {}) if self.info is not None else {}
+        said = plan.get("emulated") or {}
+        return "rank {rank} of {ranks} of {machine}".format(**said) if said else ""
+
+    @property
     def status(self) -> str:
         """One word: ``starting``, ``ready``, ``draining``, ``stalled``, ``restarting`` or
         ``engine_dead``."""

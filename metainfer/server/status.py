@@ -224,6 +224,8 @@ def alarms(state: ServerState) -> Iterator[Alarm]:
     stats, info = state.client.stats, state.info
     if state.status not in ("starting", "ready"):
         yield Alarm(state.status, state.reason)
+    if state.emulated:
+        yield Alarm("emulated", f"Answers mean nothing: {state.emulated}, its peers a stand-in.")
     if state.restarts.count:
         yield Alarm(
             "restarted", f"The engine died and was started again: {state.restarts.count} x."

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from metainfer import __version__
-from metainfer.core.errors import MetaInferError
+from metainfer.core.errors import MetaInferError, RefusedError
 from metainfer.core.intent import Intent
+from metainfer.core.verdict import Reason
 from metainfer.engine import verdicts
 from metainfer.engine.machine import Machine, open_machine
 from metainfer.planner.opening import open_model
@@ -70,8 +71,15 @@ def verify(
     `CHECKS`; a verdict on some of them is not kept.
 
     Raises:
-        UserError: the engine cannot be started.
+        UserError: the engine cannot be started, or emulates its peers.
     """
+    if intent.rank_of is not None:
+        raise RefusedError(
+            f"one rank of {intent.rank_of}, its peers a stand-in, computes nothing to verify.",
+            "Leave --rank-of out; --parallel runs all ranks of a layout.",
+            reasons=(Reason("emulated", "the peers of an emulated rank are a stand-in"),),
+            code="emulated",
+        )
     seed = secrets.randbelow(2**31) if seed is None else seed
     machine = machine or open_machine(intent.platform)
     model = open_model(intent.model)

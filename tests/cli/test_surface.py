@@ -19,6 +19,7 @@ ENGINE = {
     "--mixed-prefill-tokens",
     "--page-tokens", "--threads",
     "--goal", "--dtype", "--platform", "--op", "--layout", "--parallel", "--allow-fallback",
+    "--collectives", "--rank-of",
     "--no-prefix-cache", "--draft", "--grammar-backend", "--model-option", "--config",
 }  # fmt: skip
 ADAPTERS = {"--adapter"}
@@ -31,7 +32,7 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
         "--body-timeout", "--priority-order", "--drain-grace", "--keep-alive",
         "--served-model-name", "--chat-template",
         "--nan-guard", "--hang-after", "--max-restarts", "--metrics-compat",
-        "--otlp-endpoint", "--json",
+        "--otlp-endpoint", "--machine", "--json",
     },
     ("generate",): ENGINE | ADAPTERS | SAMPLING | {"--prompt", "--stop", "--chat", "--json"},
     ("chat",): ENGINE | ADAPTERS | SAMPLING | {"--system", "--json"},
@@ -49,7 +50,7 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
     ("kernels", "compile"): {"--target", "--plan", "--json"},
     ("bench", "offline"): ENGINE | {
         "--prompt-tokens", "--output-tokens", "--batch", "--prefill-tokens", "--repeats",
-        "--against", "--seed", "--json",
+        "--against", "--seed", "--machine", "--json",
     },
     ("bench", "serve"): ENGINE | {
         "--url", "--api-key", "--workload", "--repeats", "--warm-up", "--seed", "--json",

@@ -106,6 +106,7 @@ STARRED = (
 
 HEAVY = (
     "comm.backends.*",
+    "comm.emulated_ranks",
     "comm.exact",
     "comm.host_ranks",
     "engine.rank",

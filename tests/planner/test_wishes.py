@@ -32,7 +32,12 @@ def test_pins_carry_where_they_came_from() -> None:
 
 
 def test_every_wish_names_a_decision_of_the_plan() -> None:
-    keys = {d.key for d in resolved().plan.decisions} | {"ops", "goal_layout"}
+    keys = {d.key for d in resolved().plan.decisions} | {
+        "ops",
+        "goal_layout",
+        "collectives",
+        "emulated",
+    }
     assert set(DECISIONS.values()) <= keys
     wishes = set(Intent.__dataclass_fields__) - {"origins", "said"}
     assert set(DECISIONS) == wishes
