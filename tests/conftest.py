@@ -7,10 +7,24 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
-settings.register_profile("repo", deadline=None, print_blob=True, derandomize=True)
+# The same examples on every machine, however slow: no time counts. `--hypothesis-seed=N` draws
+# others.
+settings.register_profile(
+    "repo",
+    deadline=None,
+    print_blob=True,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("repo")
+
+# Some draws are constants out of the modules that happen to be imported, so they would depend on
+# which tests a worker ran before.
+assert callable(providers._get_local_constants)
+providers._get_local_constants = providers.Constants
 
 
 @pytest.fixture

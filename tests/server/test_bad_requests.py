@@ -293,7 +293,7 @@ def test_no_body_makes_a_server_error(server: Running, path: str, changes: dict[
     max_examples=150,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(cut=st.integers(0, len(GOOD)), junk=st.binary(max_size=12), kept=st.booleans())
 def test_no_bytes_make_a_server_error(server: Running, cut: int, junk: bytes, kept: bool) -> None:

@@ -284,7 +284,7 @@ NAMES = st.sampled_from(
     max_examples=80,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.sampled_from([RESPONSES, MESSAGES, COUNT]), st.dictionaries(NAMES, JUNK, max_size=3))
 def test_no_body_makes_a_server_error(server: Running, path: str, changes: Any) -> None:
