@@ -5,21 +5,23 @@ The rows of an accelerator add up to its memory: what nothing needs is a row of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, Limits
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Layout
-from metainfer.kv.book.spec import CacheSpec, GroupSpec, form_groups
+from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, form_groups
 from metainfer.models.arch import Arch
 from metainfer.planner import drafts, graphs
 from metainfer.planner.adapters import adapter_rows
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.emulation import Emulation
 from metainfer.planner.fitting import DOES_NOT_FIT
+from metainfer.planner.layouts import fetches, held_as, of_decodes, of_prompts, talks
 from metainfer.planner.limits import (
     CacheAsk,
     fit_cache,
@@ -29,7 +31,7 @@ from metainfer.planner.limits import (
 )
 from metainfer.planner.memory import MARGIN_PART, RESERVE_PART, CacheBudget, kv_rows, total
 from metainfer.planner.needs import Needs, longest_seen, needs_key, nothing_known
-from metainfer.planner.weights import DTYPE_BYTES, Census, weight_rows
+from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, weight_rows
 from metainfer.platform.facts import CPU, Facts
 
 UNKNOWN_MEMORY = "unknown_memory"
@@ -50,12 +52,15 @@ CONTEXTS = (8_192, 32_768, 131_072, 524_288)
 @dataclass(frozen=True, slots=True)
 class Held:
     """One card's memory under one layout and packing. `cache` is that of its KV domain; `beside`:
-    rows that are neither weights nor cache. `budget_bytes`: what the cache could take. `measured`:
-    what steps were seen to need here, where that was used."""
+    rows that are neither weights nor cache. `budget_bytes`: what the cache could take.
+    `prompt_specs`: the caches as a rank computes them for prompts, of all heads where it has them.
+    `measured`: what steps were seen to need here, where that was used.
+    """
 
     layout: LayoutPlan
     weights: tuple[LedgerRow, ...]
     specs: tuple[CacheSpec, ...]
+    prompt_specs: tuple[CacheSpec, ...]
     groups: tuple[GroupSpec, ...]
     cache: CacheBudget
     beside: tuple[LedgerRow, ...]
@@ -119,6 +124,7 @@ class Cards:
         default_factory=dict
     )
     _known: dict[tuple[tuple[str, str], ...], Needs | None] = field(default_factory=dict)
+    _weights: dict[tuple[object, ...], tuple[LedgerRow, ...]] = field(default_factory=dict)
 
     def hold(
         self, layout: LayoutPlan, packings: Mapping[str, Layout], running: int | None = None
@@ -132,8 +138,9 @@ class Cards:
         cache, needs = fit_cache(ask), self._needs(layout, packings)
         device = [row for row in (*weights, *beside) if row.memory == "device"]
         beside = (*beside, *self._rest(total(device) + cache.sizes.bytes(), needs))
-        specs, groups = self._groups(layout, packings)
-        return Held(layout, weights, specs, groups, cache, beside, ask.budget_bytes, needs)
+        specs, groups = self._groups(of_decodes(layout), packings)
+        prompts, _ = self._groups(of_prompts(layout), packings)
+        return Held(layout, weights, specs, prompts, groups, cache, beside, ask.budget_bytes, needs)
 
     def most_running(self, layout: LayoutPlan, packings: Mapping[str, Layout]) -> int:
         """Sequences of a domain, at most its share, with which `hold` succeeds; 0 for none."""
@@ -147,16 +154,20 @@ class Cards:
         self, layout: LayoutPlan, packings: Mapping[str, Layout], running: int | None = None
     ) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...], CacheAsk]:
         """Weights, what stands beside weights and cache, and what is left to ask of the cache."""
-        weights = weight_rows(self.counted, packings, self.dtype, layout)
-        rank = self._rank(layout)
+        weights = [*self._weight_rows(held_as(layout), packings)]
+        rank = self._rank(held_as(layout))
         tables = rank.table_bytes(self.limits.max_context)
         weights.append(LedgerRow(item="rotary tables", kind="weights", bytes=tables))
         weights += adapter_rows(rank.adapters, DTYPE_BYTES[self.dtype])
-        _, groups = self._groups(layout, packings)
+        _, groups = self._groups(of_decodes(layout), packings)
         drafts.check_rewind(self.draft, groups)
         needs = self._needs(layout, packings)
-        beside = (self._activations(layout, rank, needs), *self._slabs(layout))
-        beside = (*beside, *self._graphs(layout, rank, groups, running or self.running(layout)))
+        beside = (
+            self._activations(layout, needs),
+            *self._fetched(layout, packings),
+            *self._slabs(layout),
+            *self._graphs(layout, groups, running or self.running(layout)),
+        )
         held = total([row for row in (*weights, *beside) if row.memory == "device"])
         budget, most = self._budget(layout, held, needs)
         ask = CacheAsk(
@@ -171,8 +182,24 @@ class Cards:
         )
         return tuple(weights), beside, ask
 
+    def _weight_rows(
+        self, layout: LayoutPlan, packings: Mapping[str, Layout]
+    ) -> tuple[LedgerRow, ...]:
+        """Counted once for all layouts that cut weights alike."""
+        ids = tuple(sorted((role, packing.id) for role, packing in packings.items()))
+        key = (layout.tensor, layout.expert, layout.prefill, ids)
+        if key not in self._weights:
+            rows = weight_rows(self.counted, packings, self.dtype, layout)
+            self._weights[key] = tuple(rows)
+        return self._weights[key]
+
     def _rank(self, layout: LayoutPlan) -> Arch:
         return self.arch if layout.tensor == 1 else self.arch.on_rank(layout)
+
+    def copied(self, layout: LayoutPlan, packings: Mapping[str, Layout]) -> bool:
+        """Whether each rank of a tensor group would keep all of the cache."""
+        whole, _ = self._groups(WHOLE, packings)
+        return self._groups(of_decodes(layout), packings)[0] == whole
 
     def here(self, layout: LayoutPlan) -> int:
         """Ranks that share the host where it is the device: processes of it."""
@@ -187,10 +214,11 @@ class Cards:
     ) -> tuple[tuple[CacheSpec, ...], tuple[GroupSpec, ...]]:
         names = {role: packing.id for role, packing in packings.items()}
         held = [names.get(role) for role in ("kv", "index")]
-        key = (layout.tensor, *held)
+        key = (layout.tensor, layout.shards, *held)
         if key not in self._caches:
             specs = self._rank(layout).cache_specs(self.dtype, names)
-            self._caches[key] = (specs, form_groups(specs, page_tokens=self.page_tokens))
+            groups = form_groups(specs, page_tokens=self.page_tokens)
+            self._caches[key] = (specs, tuple(_dealt(group, layout.shards) for group in groups))
         return self._caches[key]
 
     def _needs(self, layout: LayoutPlan, packings: Mapping[str, Layout]) -> Needs | None:
@@ -204,21 +232,45 @@ class Cards:
             self._known[key] = self.needs(asked)
         return self._known[key]
 
-    def _activations(self, layout: LayoutPlan, rank: Arch, needs: Needs | None) -> LedgerRow:
-        tokens = self.limits.step_tokens
+    def _activations(self, layout: LayoutPlan, needs: Needs | None) -> LedgerRow:
+        """Of the steps that take the most."""
+        step, width = self.limits.step_tokens, DTYPE_BYTES[self.dtype]
         if needs is not None:
-            held = needs.transient_bytes(tokens, longest_seen(self.limits))
-            item = f"activations of {tokens} tokens {MEASURED}"
+            held = needs.transient_bytes(step, longest_seen(self.limits))
+            item = f"activations of {step} tokens {MEASURED}"
             return LedgerRow(item=item, kind="transient", bytes=held)
-        scored = min(tokens, self.running(layout) * (1 + self.draft.depth))
-        held = rank.activation_bytes(tokens, scored, DTYPE_BYTES[self.dtype])
-        return LedgerRow(item=f"activations of {tokens} tokens", kind="transient", bytes=held)
+        decoding = min(step, self.running(layout) * (1 + self.draft.depth))
+        steps = [(of_decodes(layout), step, decoding)]
+        if layout.prefill > 1:
+            mixed = min(step, self.limits.mixed_prefill_tokens + decoding)
+            part = -(-step // layout.prefill)
+            steps = [(of_decodes(layout), mixed, decoding), (of_prompts(layout), part, 1)]
+        most, tokens = max(
+            (self._rank(half).activation_bytes(rows, scored, width), rows)
+            for half, rows, scored in steps
+        )
+        return LedgerRow(item=f"activations of {tokens} tokens", kind="transient", bytes=most)
+
+    def _fetched(self, layout: LayoutPlan, packings: Mapping[str, Layout]) -> list[LedgerRow]:
+        """What a rank lacks of one layer's cache, for a prompt of the longest context."""
+        specs, groups = self._groups(of_prompts(layout), packings)
+        kept, _ = self._groups(of_decodes(layout), packings)
+        if not fetches(layout) and specs == kept:
+            return []
+        layers: Counter[int] = Counter()
+        for group in groups:
+            if group.kind is GroupKind.PAGED:
+                each = -(-self.limits.max_context // group.tokens_per_entry) * group.form.bytes
+                layers.update(dict.fromkeys(group.layers, each))
+        held = max(layers.values(), default=0)
+        item = "a layer's cache, fetched for prompts"
+        return [LedgerRow(item=item, kind="transient", bytes=held)]
 
     def _graphs(
-        self, layout: LayoutPlan, rank: Arch, groups: tuple[GroupSpec, ...], running: int
+        self, layout: LayoutPlan, groups: tuple[GroupSpec, ...], running: int
     ) -> list[LedgerRow]:
         """What captured steps take, if every op can be captured."""
-        kind, limits = self.facts.device.kind, self.limits
+        kind, limits, rank = self.facts.device.kind, self.limits, self._rank(of_decodes(layout))
         shapes = graphs.wanted(kind, running, limits.step_tokens, self.draft, layout.data)
         width = DTYPE_BYTES[self.dtype]
         row = graphs.graph_row(shapes, rank, groups, limits.max_context, width)
@@ -226,7 +278,7 @@ class Cards:
 
     def _slabs(self, layout: LayoutPlan) -> list[LedgerRow]:
         """Peers that may write into each other meet on the cards, others in pinned memory."""
-        if max(layout.tensor, layout.expert) == 1:
+        if not talks(layout):
             return []
         pairs = [link for link in self.facts.links if link.source >= 0]
         peers = bool(pairs) and all(link.peer_write for link in pairs)
@@ -295,6 +347,11 @@ class Cards:
             reasons=(Reason("memory", message, {"need": held, "have": usable}),),
             code=DOES_NOT_FIT,
         )
+
+
+def _dealt(group: GroupSpec, shards: int) -> GroupSpec:
+    """Pages of whole sequences are dealt over ranks; windows and states are on each."""
+    return replace(group, shards=shards) if group.kind is GroupKind.PAGED else group
 
 
 def _asked_too_much(asked: int, free: int) -> RefusedError:

@@ -25,6 +25,7 @@ from metainfer.models.arch import Arch
 from metainfer.planner import adapters, drafts, grammars, graphs
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.emulation import Emulation
+from metainfer.planner.layouts import alike, of_decodes, of_prompts
 from metainfer.planner.needs import Needs, nothing_known
 from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.record import record_needs, record_selection
@@ -246,11 +247,11 @@ class _Resolver:
         layout: LayoutPlan = WHOLE,
     ) -> tuple[OpRequest, ...]:
         """What one rank's kernels are asked for, in its own shapes (B-04)."""
-        arch = self.arch if layout == LayoutPlan(name=layout.name) else self.arch.on_rank(layout)
+        halves = {Phase.CHUNK: of_prompts(layout)}
         schemes = counted.schemes()
         decoding = 1 if self.intent.goal == "latency" else min(8, limits.max_running)
         typical = {  # phase -> (tokens, rows that need logits)
-            Phase.CHUNK: (limits.step_tokens, 1),
+            Phase.CHUNK: (-(-limits.step_tokens // layout.prefill), 1),
             Phase.MIXED: (limits.mixed_prefill_tokens + decoding, decoding),
             Phase.DECODE: (decoding, decoding),
             Phase.VERIFY: (decoding * (1 + draft.depth),) * 2,
@@ -259,8 +260,13 @@ class _Resolver:
         return tuple(
             request
             for phase in phases(draft)
-            for request in arch.op_requests(phase, *typical[phase], dtype, schemes, page_tokens)
+            for request in self._rank(halves.get(phase, of_decodes(layout))).op_requests(
+                phase, *typical[phase], dtype, schemes, page_tokens
+            )
         )
+
+    def _rank(self, layout: LayoutPlan) -> Arch:
+        return self.arch if layout.tensor == layout.expert == 1 else self.arch.on_rank(layout)
 
     def census(self) -> Census:
         """The model's tensors, counted; after `draft`, which may bring some along."""
@@ -425,7 +431,7 @@ def resolve(
     )
     found = search(
         cards,
-        lambda layout: shapes(replace(layout, name="shapes", data=1)),
+        lambda layout: shapes(alike(layout)),
         registry.layout,
         ledger,
         intent.origin("parallel"),

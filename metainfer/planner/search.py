@@ -23,10 +23,12 @@ from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 from metainfer.planner.layouts import (
     MOST_PROCESSES,
     NOT_BUILT,
-    by_wish,
     enumerate_layouts,
+    named,
+    of_prompts,
     processes,
     runs,
+    talks,
 )
 from metainfer.planner.limits import CacheTooSmall, longest_context
 from metainfer.planner.phases import record_phases
@@ -108,15 +110,16 @@ def search(
         devices = cards.emulated.ranks
     elif cards.facts.device.kind == CPU:
         devices = processes(asked, experts)
-    layouts = (*enumerate_layouts(devices, experts), *by_wish(asked, devices, experts))
+    layouts = enumerate_layouts(devices, experts)
     if cards.emulated is not None:
         layouts = tuple(each for each in layouts if each.ranks == devices)
-    if asked is not None and asked not in [layout.name for layout in layouts]:
+    wanted = None if asked is None else named(asked, layouts)
+    if asked is not None and wanted is None:
         raise _unknown(asked, devices, cards)
     found = tuple(_judge(cards, layout, selection_of, packing_of) for layout in layouts)
     feasible = [each for each in found if each.feasible]
-    if asked is not None:
-        chosen = next(each for each in found if each.layout.name == asked)
+    if wanted is not None:
+        chosen = next(each for each in found if each.layout == wanted)
         if not chosen.feasible:
             raise _refusal([chosen], cards)
     elif not feasible:
@@ -179,7 +182,7 @@ def _judge(
 ) -> Candidate:
     """All blockers of a layout in one pass: what cannot be cut, what memory lacks, for which of a
     rank's shapes there is no kernel."""
-    cannot = cards.arch.layout_objections(layout, cards.counted.blocks()).reasons
+    cannot = _objections(cards, layout)
     if cannot:  # there are no shapes of a rank
         selection = selection_of(enumerate_layouts(1, 0)[0])
     else:
@@ -196,19 +199,31 @@ def _judge(
     def packings(names: Mapping[str, str]) -> dict[str, Layout]:
         return {role: packing_of(name) for role, name in names.items()}
 
+    if layout.shards > 1 and not cards.copied(layout, packings(selection.bundle.layouts)):
+        text = f"{layout.tensor} tensor ranks keep KV heads of their own: nothing is held twice"
+        cannot = (*cannot, Reason("shards", text, {"ranks": layout.tensor}))
+
+    small: list[tuple[Mapping[str, str], CacheTooSmall]] = []  # weights fit, the cache does not
+
     def attempt(names: Mapping[str, str], running: int | None = None) -> Held:
-        return cards.hold(layout, packings(names), running)
+        try:
+            return cards.hold(layout, packings(names), running)
+        except CacheTooSmall as refusal:
+            if running is None:
+                small.append((names, refusal))
+            raise
 
     try:
         try:
             chosen, held = first_that_fits(selection, attempt)
         except RefusedError as error:
-            bundles = [bundle.layouts for bundle in (selection.bundle, *selection.others)]
             # A concurrency that nobody asked for is a seed: it gives way before a refusal.
-            seed = cards.intent.concurrency is None and error.code == DOES_NOT_FIT
-            fewer = max(cards.most_running(layout, packings(b)) for b in bundles) if seed else 0
-            if not fewer:
-                raise _advisable(error, bundles, attempt) from None
+            seed = cards.intent.concurrency is None
+            held_by = [cards.most_running(layout, packings(b)) for b, _ in small if seed]
+            fewer = max(held_by, default=0)
+            if not fewer:  # limits can be lowered where weights fit
+                refusals = [refusal for _, refusal in small]
+                raise min(refusals, key=lambda e: _short(e.reasons), default=error) from None
             chosen, held = first_that_fits(selection, lambda names: attempt(names, fewer))
     except RefusedError as error:
         if error.code not in _ROOM:
@@ -250,6 +265,17 @@ def _judge(
     )
 
 
+def _objections(cards: Cards, layout: LayoutPlan) -> tuple[Reason, ...]:
+    """What forbids a layout, or either half of a pair, whatever the memory."""
+    blocks = cards.counted.blocks()
+    found = {
+        reason.message: reason
+        for each in dict.fromkeys((layout, of_prompts(layout)))
+        for reason in cards.arch.layout_objections(each, blocks).reasons
+    }
+    return tuple(found.values())
+
+
 def _of_a_rank(facts: Facts, ranks: int) -> Facts:
     """What one of `ranks` can count on: processes of a host share its cores and its memory."""
     device = facts.device
@@ -258,23 +284,6 @@ def _of_a_rank(facts: Facts, ranks: int) -> Facts:
     read = None if device.read_bytes_s is None else device.read_bytes_s / ranks
     dots = {dtype: rate / ranks for dtype, rate in device.dot_flops.items()}
     return replace(facts, devices=(replace(device, read_bytes_s=read, dot_flops=dots),))
-
-
-def _advisable(
-    error: RefusedError,
-    bundles: Sequence[Mapping[str, str]],
-    attempt: Callable[[Mapping[str, str]], Held],
-) -> RefusedError:
-    """The refusal of a bundle whose weights fit, if there is one: its limits can be lowered."""
-    found = []
-    for names in bundles if error.code == DOES_NOT_FIT else ():
-        try:
-            attempt(names)
-        except CacheTooSmall as small:
-            found.append(small)
-        except RefusedError:
-            continue
-    return min(found, key=lambda small: _short(small.reasons), default=error)
 
 
 def _reach(error: RefusedError) -> int | None:
@@ -421,9 +430,8 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
     ledger.record("kv_domains", domains, Origin.DERIVED, whose)
     if cards.emulated is None and chosen.built and chosen.layout.ranks > 1:
         met = "processes of this host meet in its memory; sums are exact, in rank order"
-        of = chosen.layout
-        talks = max(of.tensor, of.expert, of.prefill, of.context) > 1
-        path, said = ("shm_cpu", met) if talks else ("none", "replicas share nothing")
+        alone = ("none", "replicas share nothing")
+        path, said = ("shm_cpu", met) if talks(chosen.layout) else alone
         ledger.record("collectives", path, Origin.DERIVED, said)
     if devices > 1:
         others = tuple(

@@ -6,11 +6,8 @@ bound over a share: the larger of bytes over the read rate and FLOPs over the ma
 collectives of `comm.model` one after the other; nothing is overlapped. Calibrated, they come from
 measured steps (`calibration`).
 
-Communication per layer (bf16 activations, width D, b tokens of a domain):
-
-* tensor ranks: all-reduce of b D twice; once when experts are cut over more ranks than the domain;
-* expert ranks E beyond the domain: each token goes to E (1 - (1 - 1/E)^k) ranks, D + D / 128 bytes
-  there and 2 D bytes back; a domain's ranks send a part each and gather the sum.
+What ranks send is `exchange`. A layout may have another one for chunks of prompts, which is then
+priced by its own work.
 """
 
 from __future__ import annotations
@@ -18,74 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from metainfer.comm import model as links
 from metainfer.comm.topology import Topology, from_facts
-from metainfer.core.plan import LayoutPlan
-from metainfer.core.step import Phase, Segment
-from metainfer.kv.book.spec import CacheSpec
-from metainfer.models.arch import Costs
+from metainfer.core.step import Phase, RankTokens, Segment
+from metainfer.kv.book.spec import GroupKind
 from metainfer.planner.amounts import Amounts
+from metainfer.planner.exchange import Exchange, Sent
+from metainfer.planner.layouts import prompt_domains, talks
 from metainfer.planner.ranks import Held
-from metainfer.planner.weights import DTYPE_BYTES, EMBED, EXPERTS, Census
+from metainfer.planner.weights import Census
+from metainfer.planner.work import RankWork, rank_work
 from metainfer.platform.facts import CPU, Facts
 
 SHARE, LOW, HIGH = 0.5, 0.2, 1.0
 """Of the bound: what is predicted, and the ends of the band (seeds)."""
 
-HEAD = "linear.lm_head"
-TABLES = "rotary tables"
 SHORT = 8
 """Tokens of the longest run that reads its cache once, as a decode or a verify run does."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankWork:
-    """One rank's part of a model under one layout, in numbers.
-
-    `dense`, `head`, `routed`: matrix elements that a token passes on this rank. `dense_bytes`: read
-    in every step; `expert_bytes`: all routed experts of this rank. `width`: bytes of an activation
-    element. `specs`: caches whose bytes `costs` counts.
-    """
-
-    layout: LayoutPlan
-    layers: int
-    vocab: int
-    experts: int
-    width: int
-    dense: float
-    head: float
-    routed: float
-    dense_bytes: float
-    expert_bytes: float
-    costs: Costs
-    specs: tuple[CacheSpec, ...] = ()
-
-
-def rank_work(counted: Census, held: Held, costs: Costs, dtype: str) -> RankWork:
-    """The work of a model whose headers were counted, as one card holds it."""
-    arch, layout = counted.arch, held.layout
-    elements, whole = counted.elements(layout), counted.elements()
-    routed = [site for site in elements if site.startswith(f"{EXPERTS}.")]
-    sites = {row.item: row.bytes for row in held.weights}
-    expert_bytes = sum(sites.get(site, 0) for site in routed)
-    embedding = sites.get(EMBED, 0) if HEAD in sites else 0  # a tied head is read where it is held
-    return RankWork(
-        layout=layout,
-        layers=arch.layers,
-        vocab=arch.vocab_size,
-        experts=max(arch.routed_experts, 1),
-        width=DTYPE_BYTES[dtype],
-        dense=sum(n for site, n in elements.items() if site not in (EMBED, HEAD, *routed)),
-        head=elements.get(HEAD, 0),
-        routed=sum(whole[site] for site in routed)
-        * costs.experts_per_token
-        / max(arch.routed_experts, 1)
-        / layout.tensor,
-        dense_bytes=sum(sites.values()) - expert_bytes - embedding - sites.get(TABLES, 0),
-        expert_bytes=expert_bytes,
-        costs=costs,
-        specs=held.specs,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +61,25 @@ class StepCost:
 
     Args:
         tree: the machine's links, for layouts whose ranks talk.
+        prompts: what chunks of prompts cost, where they have a layout of their own.
     """
 
-    def __init__(self, work: RankWork, tree: Topology | None) -> None:
-        self.work = work
-        self.tree = tree if max(work.layout.tensor, work.layout.expert) > 1 else None
-        self._sent_s: dict[tuple[int, int], float] = {}
+    def __init__(
+        self, work: RankWork, tree: Topology | None, prompts: StepCost | None = None
+    ) -> None:
+        self.work, self.prompts = work, prompts
+        self.tree = tree if talks(work.layout) else None
+        self._exchange = None if self.tree is None else Exchange(work, self.tree)
 
     @property
     def assumed(self) -> tuple[str, ...]:
         """What stands in for unknown facts of the links."""
-        return self.tree.assumed if self.tree is not None else ()
+        found = self.tree.assumed if self.tree is not None else ()
+        return found or (self.prompts.assumed if self.prompts is not None else ())
+
+    @property
+    def _of_prompts(self) -> StepCost:
+        return self if self.prompts is None else self.prompts
 
     def decode(self, batch: int, context: int) -> Amounts:
         """`batch` sequences over all domains, each with `context` tokens."""
@@ -135,34 +88,46 @@ class StepCost:
         return Amounts(
             tokens,
             2.0 * tokens * (work.dense + work.head + work.routed),
-            tokens * self._shared(work.costs.decode_attention_flops(context)),
+            tokens * self._decoding(context),
             self._weights(self._met(tokens, batch)) + tokens * self._cached(context),
-            self._sent(tokens, tokens),
+            self._sent(Sent(tokens, tokens, decoding=tokens)),
         )
 
     def prefill(self, tokens: int, prompt: int) -> Amounts:
-        """A chunk of `tokens` tokens in each domain, of prompts of `prompt` tokens."""
+        """A chunk of `tokens` tokens in each domain (of all cards, where these share its rows), of
+        prompts of `prompt` tokens."""
+        return self._of_prompts._chunk(tokens, prompt)
+
+    def _chunk(self, tokens: int, prompt: int) -> Amounts:
         work = self.work
+        rows = -(-tokens // work.layout.prefill)
+        flops = work.costs.prefill_attention_flops(prompt)
         return Amounts(
-            tokens,
-            2.0 * tokens * (work.dense + work.routed),
-            tokens / prompt * self._shared(work.costs.prefill_attention_flops(prompt)),
-            self._weights(self._met(tokens, tokens * work.layout.data)),
-            self._sent(tokens, 1),
+            rows,
+            2.0 * rows * (work.dense + work.routed),
+            rows / prompt * self._shared(flops),
+            self._weights(self._met(rows, tokens * prompt_domains(work.layout))),
+            self._sent(Sent(rows, 1, new=tokens, before=max(prompt - tokens, 0) // 2)),
         )
 
     def segment(self, segment: Segment) -> Amounts:
         """The work of one segment of a step plan; padding counts as rows without context."""
-        ranks = segment.ranks
+        if segment.phase is Phase.CHUNK:
+            return self._of_prompts._segment(segment.ranks)
+        return self._segment(segment.ranks)
+
+    def _segment(self, ranks: Sequence[RankTokens]) -> Amounts:
         everyone = sum(rank.tokens + rank.padding for rank in ranks)
+        # Ranks that share rows share what all domains have to compute.
+        groups = [ranks] if self.work.layout.prefill > 1 else [[rank] for rank in ranks]
         found = [
             self.runs(
-                [(run.start, len(run.tokens)) for run in rank.runs],
-                scored=sum(run.logits for run in rank.runs),
+                [(run.start, len(run.tokens)) for rank in group for run in rank.runs],
+                scored=sum(run.logits for rank in group for run in rank.runs),
                 everyone=everyone,
-                padding=rank.padding,
+                padding=sum(rank.padding for rank in group),
             )
-            for rank in ranks
+            for group in groups
         ]
         return max(found, key=lambda each: (each.flops + each.attention, each.moved))
 
@@ -180,34 +145,49 @@ class StepCost:
         """
         work = self.work
         tokens = sum(count for _, count in runs) + padding
+        held = -(-tokens // work.layout.prefill)
         attention, cached, rows, short, ends = 0.0, 0.0, 0, 0, 0
+        new, before = 0, 0
         for start, count in runs:
             if count > SHORT:
-                before = work.costs.prefill_attention_flops(start) if start else (0.0, 0.0)
-                after = work.costs.prefill_attention_flops(start + count)
-                attention += self._shared((after[0] - before[0], after[1] - before[1]))
+                earlier = work.costs.prefill_attention_flops(start) if start else (0.0, 0.0)
+                whole = work.costs.prefill_attention_flops(start + count)
+                attention += self._shared((whole[0] - earlier[0], whole[1] - earlier[1]))
+                new, before = new + count, before + start
             else:
                 rows, short, ends = rows + count, short + 1, ends + start + count
         if short:
             # Their contexts lie close together in what they cost: the mean stands for each.
             mean = ends // short
-            attention += rows * self._shared(work.costs.decode_attention_flops(mean))
+            attention += rows * self._decoding(mean)
             cached = short * self._cached(mean)
-        met = self._met(tokens, everyone or tokens)
+        met = self._met(held, everyone or tokens)
         return Amounts(
-            tokens,
-            2.0 * (tokens * (work.dense + work.routed) + scored * work.head),
-            attention,
+            held,
+            2.0 * (held * (work.dense + work.routed) + scored * work.head),
+            attention / work.layout.prefill,
             self._weights(met) + cached,
-            self._sent(tokens, max(scored, 1)),
+            self._sent(Sent(held, max(scored, 1), new, before, rows)),
         )
 
     def _shared(self, flops: tuple[float, float]) -> float:
         """FLOPs by heads, which tensor ranks share, and those that each of them does."""
         return flops[0] / self.work.layout.tensor + flops[1]
 
+    def _decoding(self, context: int) -> float:
+        """FLOPs of one token; keys that all ranks would score are scored where they are held."""
+        heads, keys = self.work.costs.decode_attention_flops(context)
+        return self._shared((heads, keys / self.work.layout.shards))
+
     def _cached(self, context: int) -> float:
-        return self.work.costs.cache_reads(self.work.specs, context)
+        """Bytes that a token reads on one rank: its part of what is dealt, all of the rest."""
+        work, shards = self.work, self.work.layout.shards
+        if shards == 1 or not work.specs:
+            return work.costs.cache_reads(work.specs, context) / shards
+        dealt = [spec for spec in work.specs if spec.kind is GroupKind.PAGED]
+        rest = [spec for spec in work.specs if spec.kind is not GroupKind.PAGED]
+        reads = work.costs.cache_reads
+        return reads(dealt, context) / shards + reads(rest, context)
 
     def _met(self, tokens: int, everyone: int) -> int:
         """Tokens that the experts of one rank choose from."""
@@ -219,46 +199,8 @@ class StepCost:
         share = work.costs.distinct_experts(tokens) / work.experts
         return work.dense_bytes + share * work.expert_bytes
 
-    def _sent(self, tokens: int, scored: int) -> float:
-        """All collectives of a step of `tokens` tokens a domain; `scored` of them need logits."""
-        if self.tree is None:
-            return 0.0
-        key = (tokens, scored)
-        if key not in self._sent_s:
-            self._sent_s[key] = self._collectives(tokens, scored)
-        return self._sent_s[key]
-
-    def _collectives(self, tokens: int, scored: int) -> float:
-        work = self.work
-        tensor, expert, wide = work.layout.tensor, work.layout.expert, work.costs.hidden
-        row, micros = tokens * wide * work.width, 0.0
-        if tensor > 1:
-            apart = expert > tensor  # the experts' sum comes back by another way
-            micros += (1 if apart else 2) * work.layers * self._reduced(tensor, row)
-            micros += self._reduced(tensor, row)  # the embedding's
-            micros += self._direct(tensor, scored * work.vocab * work.width)
-        if expert > tensor:
-            ranks = expert * (1 - (1 - 1 / expert) ** work.costs.experts_per_token)
-            out = tokens / tensor * ranks
-            each = self._direct(expert, out * (wide + wide / 128))
-            each += self._direct(expert, out * wide * work.width)
-            if tensor > 1:
-                each += self._direct(tensor, row)
-            micros += work.layers * each
-        return micros / 1e6
-
-    def _reduced(self, ranks: int, size: float) -> float:
-        tree = self._group(ranks)
-        return links.best(links.PEER if tree.peer else links.HOST, tree, int(size))[1]
-
-    def _direct(self, ranks: int, size: float) -> float:
-        tree = self._group(ranks)
-        return links.direct(tree, int(size), through_host=not tree.peer)
-
-    def _group(self, ranks: int) -> Topology:
-        """One group's tree."""
-        assert self.tree is not None
-        return self.tree.group(ranks, self.work.layout.ranks)
+    def _sent(self, sent: Sent) -> float:
+        return 0.0 if self._exchange is None else self._exchange.seconds(sent)
 
 
 def step_cost(
@@ -272,7 +214,9 @@ def step_cost(
     if costs is None:
         return None
     # Processes of one host meet in its memory: no bus, and nothing that has a price yet.
-    talks = max(held.layout.tensor, held.layout.expert) > 1
-    if talks and tree is None and facts.device.kind != CPU:
+    if talks(held.layout) and tree is None and facts.device.kind != CPU:
         tree = from_facts(facts)
-    return StepCost(rank_work(counted, held, costs, dtype), tree if talks else None)
+    prompts = None
+    if held.layout.prefill > 1:
+        prompts = StepCost(rank_work(counted, held, costs, dtype, prompts=True), tree)
+    return StepCost(rank_work(counted, held, costs, dtype), tree, prompts)
