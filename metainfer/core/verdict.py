@@ -64,4 +64,5 @@ def require(condition: bool, code: str, message: str, **data: object) -> Verdict
 
 def all_of(verdicts: Iterable[Verdict]) -> Verdict:
     """Every reason of every verdict: blockers are listed in one pass."""
-    return Verdict(tuple(reason for verdict in verdicts for reason in verdict.reasons))
+    reasons = [reason for verdict in verdicts for reason in verdict.reasons]
+    return Verdict(tuple(reasons)) if reasons else ACCEPT

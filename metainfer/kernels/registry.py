@@ -50,6 +50,14 @@ class Registry:
     def layouts(self, role: str) -> tuple[Layout, ...]:
         return tuple(layout for layout in self._layouts.values() if layout.role == role)
 
+    def readers(self, role: str) -> frozenset[str]:
+        """Ops with an implementation that needs a layout of `role`."""
+        return frozenset(
+            op
+            for op, listed in self._impls.items()
+            if any(role in impl.requires_layout for impl in listed)
+        )
+
     def without(self, *ids: str) -> Registry:
         """A copy with some implementations removed: what if this kernel were missing?"""
         kept = [impl for impl in self.impls() if impl.id not in ids]

@@ -422,8 +422,10 @@ def _layout_objections(
             pin is None or pin == layout.id, "pin", f"{role} layout {pin} was asked for"
         )
         seen: dict[tuple[str, str], Reason] = {}
-        readers = {impl.op for impl in registry.impls() if role in impl.requires_layout}
+        readers = registry.readers(role)
         for request in requests:
+            if not layout.conditions and request.op not in readers:
+                continue
             outcome = all_of(c(Context(request, facts, layouts)) for c in layout.conditions)
             if layout.schemes is not None and request.op in readers:
                 foreign = sorted(set(request.schemes) - layout.schemes)

@@ -27,7 +27,7 @@ def op_requests(
     page_tokens: int,
 ) -> tuple[OpRequest, ...]:
     """Every op use in one phase; arguments as in `models.arch.Arch.op_requests`."""
-    window, weights = type(arch.kinds[0])("window"), arch.packed_weights()
+    window, weights = type(arch.kinds[0])("window"), products_of(arch)
     if phase is Phase.DRAFT:
         weights = tuple(spec for spec in weights if spec.layer in (-1, arch.layers))
         arch = replace(arch, layers=1, kinds=(window,), hash_layers=0)
@@ -154,3 +154,8 @@ class _Requests:
 
 def _flat(schemes: Mapping[str, tuple[str, ...]]) -> list[str]:
     return [name for names in schemes.values() for name in names]
+
+
+def products_of(arch: DeepSeekV4Arch) -> tuple[WeightSpec, ...]:
+    """The matrices; of experts, which are no product of their own, one stands for all."""
+    return replace(arch, experts=1).packed_weights()

@@ -6,6 +6,7 @@ What they need beside (`models.registry` names it) has no op yet and is not aske
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from metainfer.core.step import Phase
@@ -60,7 +61,7 @@ def op_requests(
 def _products(arch: DsaArch) -> dict[str, tuple[tuple[int, ...], int]]:
     """Site of `linear` or `linear_f32` -> shape and how many layers have it."""
     found: dict[str, tuple[tuple[int, ...], int]] = {}
-    for spec in arch.packed_weights():
+    for spec in replace(arch, experts=1).packed_weights():  # experts are no product of their own
         if spec.site.startswith("linear"):
             found[spec.site] = (spec.shape, found.get(spec.site, (spec.shape, 0))[1] + 1)
     return found
