@@ -73,4 +73,6 @@ def arm(state: ServerState, job: Job) -> asyncio.TimerHandle | None:
     if left <= 0:
         raise over
     ids = [choice.request.request_id for choice in job.choices]
-    return asyncio.get_running_loop().call_later(left, state.client.abort, ids, over)
+    loop = asyncio.get_running_loop()
+    # A turn later: a timer that is due at once would come before the choices are with the client.
+    return loop.call_later(left, loop.call_soon, state.client.abort, ids, over)

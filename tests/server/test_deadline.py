@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -9,7 +11,12 @@ import pytest
 from fake_server import Answer, Running, call, chat_body, events, eventually, fake_server
 
 from metainfer.core.errors import RequestError
+from metainfer.core.request import Request, SamplingParams
+from metainfer.engine.client import DemuxClient
 from metainfer.server import deadline
+from metainfer.server.generate import deltas
+from metainfer.server.prepare import Times
+from metainfer.server.run import run
 from metainfer.server.state import ServerConfig, ServerState
 
 CHAT = "/v1/chat/completions"
@@ -81,6 +88,39 @@ def test_time_that_was_over_before_it_began() -> None:
     with pytest.raises(RequestError) as caught:
         deadline.arm(state, job)  # type: ignore[arg-type]
     assert caught.value.status == 504
+
+
+class Silent(DemuxClient):
+    """Takes requests and never answers."""
+
+    def _send(self, message: object) -> None: ...
+
+
+def test_time_that_is_over_before_the_choices_are_handed_over() -> None:
+    """Several choices go out in tasks, one turn of the loop after the timer was set."""
+    state = SimpleNamespace(
+        config=ServerConfig(("m",), request_timeout_s=0.01),
+        client=Silent(),
+        metrics=SimpleNamespace(request_done=lambda *told: None),
+        traces=None,
+        opened=lambda choices: time.sleep(0.02),  # the timer is due before the loop has a turn
+        closed=lambda choices: None,
+    )
+
+    async def go() -> None:
+        choices = [
+            SimpleNamespace(request=Request(name, (5,), SamplingParams(), ()), times=Times(),
+                            text=SimpleNamespace(completion_tokens=0))
+            for name in "ab"
+        ]  # fmt: skip
+        job = SimpleNamespace(arrived=time.perf_counter(), choices=choices)
+        with pytest.raises(RequestError) as caught:
+            async for _ in deltas(state, job):  # type: ignore[arg-type]
+                pass
+        assert caught.value.status == 504
+
+    deadline.note({})
+    run(asyncio.wait_for(go(), 60))
 
 
 def test_the_wait_follows_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
