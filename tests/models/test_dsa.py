@@ -263,6 +263,19 @@ def test_b20_a_bf16_cache_on_every_card_holds_what_was_published(tmp_path: Path)
     assert 230_000 < held[0] < 270_000 < held[1] < 300_000
 
 
+def test_b20_b26_an_fp8_cache_dealt_over_eight_cards_holds_a_million_tokens() -> None:
+    """1.05 million tokens were reported: about 7 GB a card. Whole on every card it does not fit."""
+    resolved = plan_of(
+        "random:glm-5.3-nvfp4", concurrency=1, model_options={"cache": "fp8"}, parallel="tp8cs8"
+    )
+    rows = {row["name"]: row for row in plan_document(resolved)["layouts"]}
+    dealt, whole = rows["tp8cs8"], rows["tp8"]
+    assert dealt["feasible"] and dealt["max_context"] == 1_048_576
+    assert dealt["kv_bytes"] / 1e9 == pytest.approx(53_940 * 1_048_576 / 8e9, rel=0.001)
+    assert dealt["kv_bytes"] / 1e9 == pytest.approx(7, abs=0.1)
+    assert not whole["feasible"] and 270_000 < whole["max_context"] < 400_000
+
+
 def test_the_published_file_does_not_fit_eight_cards() -> None:
     with pytest.raises(RefusedError) as told:
         plan_of("random:glm-5.3", context=K, concurrency=1)
