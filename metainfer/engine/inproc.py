@@ -38,6 +38,8 @@ class EngineLike(Protocol):
 
     def step(self) -> tuple[Sequence[RequestOutput], EngineStats]: ...
 
+    def stats(self) -> EngineStats: ...
+
     @property
     def has_work(self) -> bool: ...
 
@@ -108,7 +110,7 @@ class InprocClient(DemuxClient):
                     self._admit(engine, message)
                 elif isinstance(message, Cancel):
                     ended = tuple(engine.cancel(message.request_ids))
-                    self._post(self._receive, Outputs(ended, self._stats))
+                    self._post(self._receive, Outputs(ended, engine.stats()))
                 elif message.drain:
                     stopping = True
                 else:

@@ -74,7 +74,10 @@ class ThreadEngine:
                 del self.live[key]
             else:
                 self.live[key] = (request, index + 1)
-        return outputs, EngineStats(steps=self.steps)
+        return outputs, self.stats()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(steps=self.steps, running=len(self.live))
 
     def close(self) -> None:
         self.closed = True
@@ -154,6 +157,7 @@ def test_cancelling_by_id_ends_the_stream(make: Callable[[], EngineClient]) -> N
                 await client.cancel(["x", "unknown"])
             last = output
         assert last is not None and last.finish is FinishReason.CANCELLED
+        assert client.stats.running == 0  # no step follows that would say so
         await client.close(drain=False, grace_s=5)
 
     asyncio.run(go())
