@@ -24,6 +24,7 @@ def test_schemathesis(tmp_path: Path) -> None:
     st = Path(sys.executable).with_name("st")
     command = [str(st), "run", "--phases", "coverage,fuzzing", "--max-examples", "10"]
     command += ["--seed", "1", "--exclude-checks", "positive_data_acceptance"]
+    command += ["--request-timeout", "120", "--suppress-health-check", "too_slow"]
     command += ["--exclude-path", "/v1/messages/count_tokens"]  # a part of /v1/messages
     command += ["--exclude-path", "/debug/report"]  # 403 to all without an admin key
     # It sends lists just beyond their bounds: small bounds are tested as well, and faster.

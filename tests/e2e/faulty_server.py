@@ -57,8 +57,14 @@ def own_cache(folder: Path) -> Path:
             (own / path.name).symlink_to(path)
     for kind in (usual / "records").glob("*"):
         if kind.name != "flight":
-            shutil.copytree(kind, own / "records" / kind.name)
+            shutil.copytree(kind, own / "records" / kind.name, copy_function=_copy)
     return own
+
+
+def _copy(source: str, target: str) -> None:
+    """Others write records at the same time: a part of one may be gone again."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copy2(source, target)
 
 
 @contextlib.contextmanager
