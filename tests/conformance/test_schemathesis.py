@@ -30,7 +30,7 @@ def test_schemathesis(tmp_path: Path) -> None:
     # It sends lists just beyond their bounds: small bounds are tested as well, and faster.
     with fake_server(["--limit", "messages=40", "--limit", "tools=20"]) as running:
         command.append(f"{running.url}/openapi.json")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=540, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-4000:]
 
 

@@ -12,7 +12,7 @@ from metainfer.cli.main import run
 SHARED = "shared:concurrency=2,requests=4,prefix=64,groups=1,prompt=8,output=6"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_real_server_is_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

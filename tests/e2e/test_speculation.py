@@ -49,7 +49,7 @@ def model(family: Family, tmp_path_factory: pytest.TempPathFactory) -> str | Pat
     return family.make(tmp_path_factory.mktemp(family.name))
 
 
-@pytest.mark.timeout(60 + 12 * SCHEDULES)
+@pytest.mark.timeout(600 + 12 * SCHEDULES)
 def test_schedules_with_drafts_change_no_token(
     family: Family, model: str | Path, rng: random.Random
 ) -> None:

@@ -27,7 +27,7 @@ RUNS = (
 def answers() -> dict[str, float]:
     """One child for all: ``TRITON_INTERPRET`` binds at import."""
     done = subprocess.run(
-        [sys.executable, str(CHILD), *RUNS], capture_output=True, text=True, timeout=280
+        [sys.executable, str(CHILD), *RUNS], capture_output=True, text=True, timeout=540
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
