@@ -21,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from v4_cases import SECTIONS, Work
+from v4_block_cases import SECTIONS as BLOCKS
+from v4_cases import SECTIONS as PRODUCTS
+from v4_cases import Work
 
 from metainfer.ops.case import poisoned
+
+SECTIONS = {**PRODUCTS, **BLOCKS}
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]], repeats: int = 15) -> tuple[float, float]:

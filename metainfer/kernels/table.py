@@ -31,6 +31,7 @@ OPS = (
     "linear_f32",
     "swiglu_clamp",
     "hyper_pre",
+    "hyper_mix_pre",
     "hyper_mix",
     "hyper_head",
     "latent_qkv",
@@ -109,6 +110,7 @@ class PhaseOps:
     linear_f32: Function
     swiglu_clamp: Function
     hyper_pre: Function
+    hyper_mix_pre: Function
     hyper_mix: Function
     hyper_head: Function
     latent_qkv: Function

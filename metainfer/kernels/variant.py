@@ -9,12 +9,16 @@ value of a constant.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from metainfer.core.digest import canonical_json
+
+_SHARED = re.compile(rb"^from (metainfer\.ops\.triton_\w+) import", re.MULTILINE)
+"""Kernel code that several folders call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +47,17 @@ class Variant:
         return not self.targets or target in self.targets
 
     def source(self) -> str:
-        """Hash of the folder's kernel files and of this variant."""
-        module = find_spec(self.kernel.partition(":")[0])
-        assert module is not None and module.origin is not None
-        path = Path(module.origin)
-        text = b"".join(
-            file.read_bytes() for file in (path, path.with_name("tiles.py")) if file.exists()
-        )
+        """Hash of the kernel's file, what it shares and its tiles, and of this variant."""
+        path = _file(self.kernel.partition(":")[0])
+        own = path.read_bytes()
+        shared = (_file(name.decode()) for name in _SHARED.findall(own))
+        more = (path.with_name("tiles.py"), *shared)
+        text = own + b"".join(file.read_bytes() for file in more if file.exists())
         spec = canonical_json([self.kernel, list(self.args.items()), self.warps, self.stages])
         return hashlib.sha256(text + spec.encode()).hexdigest()[:16]
+
+
+def _file(module: str) -> Path:
+    found = find_spec(module)
+    assert found is not None and found.origin is not None
+    return Path(found.origin)

@@ -134,6 +134,7 @@ HEAVY = (
     "ops.qualify",
     "ops.strides",
     "ops.trace",
+    "ops.triton_entries",
     "ops.*.ref",
     "ops.*.cases",
     "ops.*.torch_*",

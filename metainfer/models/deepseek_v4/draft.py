@@ -86,7 +86,7 @@ class MtpDrafter:
         flat = ops.rmsnorm(streams.reshape(-1, width), self._norms[1], eps)  # [T N, D]
         joined = ops.linear(flat, h_proj).view(tokens, count, width)
         joined = joined + ops.linear(word, e_proj).unsqueeze(1)
-        return self._model.layer(self._layer, joined, self._cache, inputs, ops)
+        return self._model.run([self._layer], [self._cache], joined, inputs, ops)
 
     def _guess(self, streams: Tensor, ops: PhaseOps) -> Tensor:
         """The likeliest id behind each row: [rows] int64."""

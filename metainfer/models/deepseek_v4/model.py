@@ -72,8 +72,7 @@ class DeepSeekV4Model:
         last = len(self.layers) if stop_layer == ALL_LAYERS else stop_layer
         x = self.ends.words(inputs.ids, ops)  # [T, D]
         streams = x.unsqueeze(1).repeat(1, arch.streams, 1)  # [T, N, D]
-        for layer, cache in zip(self.layers[:last], caches, strict=False):
-            streams = self.layer(layer, streams, cache, inputs, ops)
+        streams = self.run(self.layers[:last], caches, streams, inputs, ops)
         x = ops.hyper_head(streams, *self.collapse, norm_eps=arch.norm_eps, eps=arch.hyper_eps)
         return Hidden(ops.rmsnorm(x, self.norm, arch.norm_eps), streams)
 
@@ -86,30 +85,43 @@ class DeepSeekV4Model:
         rows = hidden.normed if inputs.logit_rows is None else hidden.normed[inputs.logit_rows]
         return self.ends.logits(rows, ops.linear_f32)
 
-    def layer(
-        self, layer: Layer, streams: Tensor, caches: Caches, inputs: SegmentInputs, ops: PhaseOps
+    def run(
+        self,
+        layers: Sequence[Layer],
+        caches: Sequence[Caches],
+        streams: Tensor,
+        inputs: SegmentInputs,
+        ops: PhaseOps,
     ) -> Tensor:
-        """One layer: streams [T, N, D] in and out."""
-        x, post, comb = self._pre(layer.attn_site, streams, ops)
-        y = self._attention(x, layer, caches, inputs, ops)
-        streams = ops.hyper_mix(streams, y, post, comb)
-        x, post, comb = self._pre(layer.ffn_site, streams, ops)
-        y = self._experts(x, layer, inputs, ops)
-        mixed: Tensor = ops.hyper_mix(streams, y, post, comb)
-        return mixed
+        """Layers one after the other: streams [T, N, D] in and out.
 
-    def _pre(
-        self, site: tuple[Tensor, ...], streams: Tensor, ops: PhaseOps
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A block's input [T, D], collapsed and normed, and the weights that mix its output."""
+        What mixes a block's output into the streams and what stands before the next block are one
+        op, across the borders of layers too.
+        """
+        block: tuple[Tensor, ...] = ()  # output [T, D] of the last block, and its mixing weights
+        for layer, cache in zip(layers, caches, strict=False):
+            streams, x, *weights = self._enter(layer.attn_site, streams, block, ops)
+            block = (self._attention(x, layer, cache, inputs, ops), *weights)
+            streams, x, *weights = self._enter(layer.ffn_site, streams, block, ops)
+            block = (self._experts(x, layer, inputs, ops), *weights)
+        return ops.hyper_mix(streams, *block) if block else streams
+
+    def _enter(
+        self,
+        site: tuple[Tensor, ...],
+        streams: Tensor,
+        block: tuple[Tensor, ...],
+        ops: PhaseOps,
+    ) -> tuple[Tensor, ...]:
+        """The streams with `block` mixed in, the next block's input [T, D], collapsed and normed,
+        and the weights that mix its output."""
         arch = self.arch
-        found: tuple[Tensor, Tensor, Tensor] = ops.hyper_pre(
-            streams,
-            *site,
-            norm_eps=arch.norm_eps,
-            eps=arch.hyper_eps,
-            iters=arch.sinkhorn_iters,
-        )
+        how = {
+            "norm_eps": arch.norm_eps, "eps": arch.hyper_eps, "iters": arch.sinkhorn_iters,
+        }  # fmt: skip
+        if not block:
+            return (streams, *ops.hyper_pre(streams, *site, **how))
+        found: tuple[Tensor, ...] = ops.hyper_mix_pre(streams, *block, *site, **how)
         return found
 
     def _attention(

@@ -79,8 +79,11 @@ class _Requests:
     def streams(self) -> None:
         arch = self.arch
         shape = {"n": arch.streams, "d": arch.hidden}
-        self.ask("hyper_pre", shape, 2 * arch.layers)
-        self.ask("hyper_mix", shape, 2 * arch.layers)
+        # One run of layers enters its first block and leaves its last apart from the steps between.
+        runs = 2 if arch.mtp and self.phase is not Phase.DRAFT else 1
+        self.ask("hyper_pre", shape, runs)
+        self.ask("hyper_mix_pre", shape, 2 * arch.layers - runs)
+        self.ask("hyper_mix", shape, runs)
         self.ask("hyper_head", shape, 1)
 
     def attention(self, page_tokens: int) -> None:

@@ -23,6 +23,11 @@ IMPLS = (
         graph_safe=True,
         cost=elementwise(_values, launches=5, part=0.2),
     ),
+    triton(
+        "swiglu_clamp",
+        "activation.triton:swiglu_clamp",
+        cost=elementwise(_values, part=0.8),
+    ),
     portable(
         "swiglu_clamp",
         "activation.torch_swiglu:swiglu_clamp",

@@ -77,9 +77,12 @@ def build(op: str, role: str, layout: Layout, seed: int) -> Case:
                 w = t // ratio
                 slots[row] = table[s, w // per_page] * per_page + w % per_page
             row += 1
+    values, gates = normal(g, rows, wide * d), normal(g, rows, wide * d, scale=2.0)
+    for part in (values, gates):  # padded sequences share a line: the last writer is any of them
+        part[row : row + layout.padded] = part[row : row + layout.padded][:1].clone()
     args: tuple[Any, ...] = (
-        Single(normal(g, rows, wide * d)),
-        Single(normal(g, rows, wide * d, scale=2.0)),
+        Single(values),
+        Single(gates),
         normal(g, ratio, wide * d).float(),
         (normal(g, d) + 1).float(),
         cos_sin(RopeSpec(rotated=layout.rotated), max(contexts) + 1),

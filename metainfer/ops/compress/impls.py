@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from metainfer.kernels.cost import extent, roofline
 from metainfer.kernels.impl import Context, Impl
+from metainfer.ops.compress import impls_triton
 from metainfer.ops.declare_entries import KEYS, LATENTS, moved, torch_and_reference, torch_static
 
 
@@ -48,4 +49,8 @@ def _declared(op: str, role: str, layouts: Mapping[str, str]) -> tuple[Impl, ...
     return (*asking, *static)
 
 
-IMPLS = (*_declared("compress", "kv", LATENTS), *_declared("compress_index", "index", KEYS))
+IMPLS = (
+    *impls_triton.IMPLS,
+    *_declared("compress", "kv", LATENTS),
+    *_declared("compress_index", "index", KEYS),
+)

@@ -13,6 +13,7 @@ from metainfer.ops.hyper.ref import (
     hyper_collapse,
     hyper_head,
     hyper_mix,
+    hyper_mix_pre,
     hyper_pre,
     hyper_triplet,
     sinkhorn,
@@ -68,6 +69,20 @@ def pre_cases(seed: int) -> list[Case]:
             shape=case.shape,
         )
         for case in triplet_cases(seed)
+    ]
+
+
+def mix_pre_cases(seed: int) -> list[Case]:
+    """The block's output and weights of `mix_cases`, the next site of `pre_cases`."""
+    return [
+        Case(
+            op="hyper_mix_pre",
+            name=before.name,
+            args=(*before.args, *after.args[1:]),
+            kwargs=after.kwargs,
+            shape=before.shape,
+        )
+        for before, after in zip(mix_cases(seed), pre_cases(seed), strict=True)
     ]
 
 
@@ -147,8 +162,22 @@ def pre_recipe(
     return rmsnorm(collapse_recipe(streams, pre), norm_weight, norm_eps), post, comb
 
 
+def mix_pre_recipe(
+    streams: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    *site: Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As published: one after the other, the mixed streams rounded in between."""
+    mixed = mix_recipe(streams, y, post, comb)
+    return (mixed, *pre_recipe(mixed, *site, **kwargs))
+
+
 CASES = {
     "hyper_pre": pre_cases,
+    "hyper_mix_pre": mix_pre_cases,
     "hyper_triplet": triplet_cases,
     "hyper_collapse": collapse_cases,
     "hyper_mix": mix_cases,
@@ -156,6 +185,7 @@ CASES = {
 }
 REFERENCES = {
     "hyper_pre": hyper_pre,
+    "hyper_mix_pre": hyper_mix_pre,
     "hyper_triplet": hyper_triplet,
     "hyper_collapse": hyper_collapse,
     "hyper_mix": hyper_mix,
@@ -164,12 +194,23 @@ REFERENCES = {
 RECIPES = {
     **REFERENCES,
     "hyper_pre": pre_recipe,
+    "hyper_mix_pre": mix_pre_recipe,
     "hyper_collapse": collapse_recipe,
     "hyper_mix": mix_recipe,
 }
 MISTAKES = {
     "hyper_mix": {
         "mix transposed": (lambda r, y, post, comb: hyper_mix(r, y, post, comb.transpose(1, 2)),),
+    },
+    "hyper_mix_pre": {
+        "mix transposed": (
+            lambda r, y, post, comb, *site, **k: hyper_mix_pre(
+                r, y, post, comb.transpose(1, 2), *site, **k
+            ),
+        ),
+        "Sinkhorn steps": (
+            lambda *args, iters, **eps: hyper_mix_pre(*args, iters=max(iters - 4, 1), **eps),
+        ),
     },
     "hyper_pre": {
         "Sinkhorn steps": (

@@ -1,10 +1,14 @@
 """Declared implementations of the hyper-connection ops."""
 
 from collections.abc import Callable
+from typing import Any
 
-from metainfer.kernels.cost import elementwise, extent
-from metainfer.kernels.impl import Context
-from metainfer.ops.declare import portable, reference
+from metainfer.core.verdict import Verdict
+from metainfer.kernels.conditions import at_most, shared_memory
+from metainfer.kernels.cost import elementwise, extent, roofline, width
+from metainfer.kernels.impl import Context, Impl
+from metainfer.ops.declare import TRITON, portable, reference, triton
+from metainfer.ops.hyper.tiles import FEW, MAX_STREAMS, MAX_WIDTH, tile_for
 
 Cost = Callable[[Context], float | None]
 
@@ -18,17 +22,52 @@ def _cost(copies: int, launches: int, part: float) -> Cost:
     return elementwise(values, launches=launches, part=part)
 
 
+def _site_cost(copies: float, part: float) -> Cost:
+    """The streams `copies` times and the site's float32 matrix once. Few tokens: one launch."""
+
+    def traffic(c: Context) -> float:
+        n, d = extent(c, "n", 4), extent(c, "d")
+        streams = copies * extent(c, "rows") * n * d * width(c)
+        return streams + 4.0 * (n + 2) * n * n * d
+
+    def seconds(c: Context) -> float | None:
+        launches = 1 if extent(c, "rows") <= FEW else 2
+        return roofline(traffic, launches=launches, part=part)(c)
+
+    return seconds
+
+
+def _fits(c: Context) -> Verdict:
+    needed = tile_for(extent(c, "rows")).shared_bytes(extent(c, "n", 4))
+    return shared_memory(needed)(c)
+
+
+_NARROW = (*TRITON, at_most("n", MAX_STREAMS), at_most("d", MAX_WIDTH))
+
+
+def _triton(op: str, cost: Cost, *more: Any) -> Impl:
+    return triton(op, f"hyper.triton_calls:{op}", conditions=(*_NARROW, *more), cost=cost)
+
+
 IMPLS = (
+    _triton("hyper_pre", _site_cost(2.5, 0.6), _fits),
     portable("hyper_pre", "hyper.torch_hyper:hyper_pre", cost=_cost(4, 96, 0.3)),
     reference("hyper_pre", "hyper.ref:hyper_pre", graph_safe=True, cost=_cost(5, 140, 0.15)),
+    _triton("hyper_mix_pre", _site_cost(3.5, 0.6), _fits),
+    portable("hyper_mix_pre", "hyper.torch_hyper:hyper_mix_pre", cost=_cost(8, 100, 0.28)),
+    reference(
+        "hyper_mix_pre", "hyper.ref:hyper_mix_pre", graph_safe=True, cost=_cost(10, 146, 0.15)
+    ),
     reference(
         "hyper_triplet", "hyper.ref:hyper_triplet", graph_safe=True, cost=_cost(3, 130, 0.15)
     ),
     reference(
         "hyper_collapse", "hyper.ref:hyper_collapse", graph_safe=True, cost=_cost(3, 4, 0.15)
     ),
+    _triton("hyper_mix", _cost(3, 1, 0.8)),
     portable("hyper_mix", "hyper.torch_hyper:hyper_mix", cost=_cost(4, 4, 0.25)),
     reference("hyper_mix", "hyper.ref:hyper_mix", graph_safe=True, cost=_cost(5, 6, 0.15)),
+    _triton("hyper_head", _site_cost(2.5, 0.6), _fits),
     portable("hyper_head", "hyper.torch_hyper:hyper_head", cost=_cost(4, 12, 0.25)),
     reference("hyper_head", "hyper.ref:hyper_head", graph_safe=True, cost=_cost(6, 14, 0.15)),
 )

@@ -51,6 +51,26 @@ def hyper_mix(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return new.baddbmm_(comb.to(r.dtype).transpose(1, 2), r).to(streams.dtype)
 
 
+def hyper_mix_pre(
+    streams: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `ref.hyper_mix_pre`: one after the other."""
+    mixed = hyper_mix(streams, y, post, comb)
+    more = hyper_pre(mixed, fn, base, scale, norm_weight, norm_eps=norm_eps, eps=eps, iters=iters)
+    return (mixed, *more)
+
+
 def hyper_head(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, eps: float
 ) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Layout
 from metainfer.ops.declare_entries import LATENTS, moved, torch_and_reference, torch_static
+from metainfer.ops.latent_qkv import impls_triton
 
 LAYOUTS = (
     # Pages [P, entries, width] in the model's type.
@@ -33,6 +34,7 @@ def _cost(
 NORM_Q = frozenset({"norm_q"})
 
 IMPLS = (
+    *impls_triton.IMPLS,
     *torch_and_reference(
         "latent_qkv",
         "kv",

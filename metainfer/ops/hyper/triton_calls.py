@@ -1,0 +1,142 @@
+"""Calls of the hyper-connection kernels: one launch for few tokens, two for more."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from metainfer.core.errors import InternalError
+from metainfer.ops.hyper.tiles import (
+    FEW,
+    FINISH_WARPS,
+    MIX_LANES,
+    SPLIT_LANES,
+    product_lanes,
+    splits_for,
+    tile_for,
+)
+from metainfer.ops.hyper.triton import finish_kernel, mix_kernel, step_kernel
+from metainfer.ops.linear.fp8 import units
+
+Site = tuple[Tensor, Tensor, Tensor]
+"""fn, base, scale."""
+
+
+@cache
+def _counters(device: torch.device, site: int) -> Tensor:
+    """Arrivals per token at the site whose matrix is stored at `site`: zero between calls."""
+    return torch.zeros(FEW, dtype=torch.int32, device=device)
+
+
+def hyper_pre(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `ref.hyper_pre`."""
+    site = (fn, base, scale)
+    return _step(streams, None, site, norm_weight, norm_eps=norm_eps, eps=eps, iters=iters)[1:]
+
+
+def hyper_mix_pre(
+    streams: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `ref.hyper_mix_pre`."""
+    block, site = (y, post, comb), (fn, base, scale)
+    return _step(streams, block, site, norm_weight, norm_eps=norm_eps, eps=eps, iters=iters)
+
+
+def hyper_head(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, eps: float
+) -> Tensor:
+    """See `ref.hyper_head`."""
+    site = (fn, base, scale)
+    return _step(streams, None, site, None, norm_eps=norm_eps, eps=eps, iters=1)[1]
+
+
+def hyper_mix(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """See `ref.hyper_mix`."""
+    rows, n, d = _shape(streams, y)
+    mixed = torch.empty_like(streams)
+    if rows:
+        mix_kernel[(rows, triton.cdiv(d, MIX_LANES))](
+            streams, y, post, comb, mixed, y.stride(0), n, d, MIX_LANES, num_warps=4
+        )
+    return mixed
+
+
+def _shape(streams: Tensor, y: Tensor) -> tuple[int, int, int]:
+    if not streams.is_contiguous() or y.stride(1) != 1:
+        raise InternalError(
+            f"hyper-connections want streams end to end and packed rows, got strides "
+            f"{streams.stride()} and {y.stride()}"
+        )
+    rows, n, d = streams.shape
+    return rows, n, d
+
+
+def _step(
+    streams: Tensor,
+    block: tuple[Tensor, Tensor, Tensor] | None,
+    site: Site,
+    norm_weight: Tensor | None,
+    *,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(streams after `block`'s mix, x, post, comb); without a norm weight x alone is made."""
+    fn, base, scale = site
+    head = norm_weight is None
+    y, post, comb = block if block is not None else (streams[:, 0], streams, streams)
+    (rows, n, d), device = _shape(streams, y), streams.device
+    mixed = streams if block is None else torch.empty_like(streams)
+    x = torch.empty((rows, d), dtype=streams.dtype, device=device)
+    post_out = torch.empty((rows, n), dtype=torch.float32, device=device)
+    comb_out = torch.empty((rows, n, n), dtype=torch.float32, device=device)
+    if rows == 0:
+        return mixed, x, post_out, comb_out
+    tile = tile_for(rows)
+    blocks, chunks = triton.cdiv(rows, tile.per), triton.cdiv(d, tile.d)
+    splits = splits_for(blocks, chunks, units(device))
+    numbers = fn.shape[0]
+    lanes = product_lanes(numbers)
+    parts = torch.empty((splits, rows, lanes), dtype=torch.float32, device=device)
+    squares = torch.empty((splits, rows), dtype=torch.float32, device=device)
+    last = tile.per == 1 and rows <= FEW
+    counters = _counters(device, fn.data_ptr()) if last else squares
+    weight = base if norm_weight is None else norm_weight
+    power = triton.next_power_of_2
+    sizes = (n, power(n), d, power(d))
+    step_kernel[(blocks, splits)](
+        streams, y, post, comb, mixed, fn, parts, squares, counters, base, scale, weight, x,
+        post_out, comb_out, rows, splits, triton.cdiv(chunks, splits), y.stride(0), norm_eps, eps,
+        iters, *sizes, numbers, lanes, tile.m, tile.per, tile.d, SPLIT_LANES, block is not None,
+        streams.dtype == torch.float32, last, head, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if not last:
+        finish_kernel[(rows,)](
+            mixed, parts, squares, base, scale, weight, x, post_out, comb_out, rows, splits,
+            norm_eps, eps, iters, *sizes, lanes, SPLIT_LANES, head, num_warps=FINISH_WARPS,
+        )  # fmt: skip
+    return mixed, x, post_out, comb_out

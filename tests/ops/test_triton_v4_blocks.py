@@ -1,0 +1,86 @@
+"""Triton kernels of DeepSeek-V4's streams, latents, compressors and activation, in the interpreter.
+
+Float32 and float16 only: the interpreter is wrong for bfloat16. Entries are rounded by integer
+arithmetic, so their bytes are compared with the reference's bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+#: Each kernel and each form once, in one of the two types.
+CASES = (
+    "hyper_pre/triton:float16", "hyper_mix_pre/triton:float32", "hyper_mix/triton:float16",
+    "hyper_head/triton:float16", "swiglu_clamp/triton:float16", "latent_qkv/triton:float16",
+    "latent_qkv/triton-fp8:float32", "compress/triton:float16", "compress/triton-fp8:float32",
+    "compress_index/triton-fp8:float16", "compress_index/triton-fp4:float32",
+)  # fmt: skip
+RUNS = (
+    "latent-fp8-bytes", "index-fp8-bytes", "index-fp4-bytes", "hadamard", "compress-cuts",
+    "hyper-parts", "hyper-long", "hyper-halves",
+)  # fmt: skip
+
+
+def child(script: str, *arguments: str) -> list[dict[str, object]]:
+    """``TRITON_INTERPRET`` binds at import, so each script has a process for all of its runs."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def reasons() -> dict[object, object]:
+    return {a["name"]: a["reasons"] for a in child("interpret_child.py", "5", *CASES)}
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[object, object]:
+    return {a["name"]: a["error"] for a in child("triton_blocks_child.py", *RUNS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", CASES)
+def test_kernel_passes_its_cases(run: str, reasons: dict[object, object]) -> None:
+    assert reasons[run] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_kernel_agrees(run: str, errors: dict[object, float]) -> None:
+    assert errors[run] < 2e-6
+
+
+def test_tiles_fit_a_small_card_and_bound_what_compilers_used() -> None:
+    from metainfer.kernels.audit import load_manifest
+    from metainfer.ops.hyper.tiles import MAX_STREAMS, tile_for
+
+    checked = 0
+    for build in load_manifest():
+        if build.impl.startswith("hyper_") and build.mma and build.shared_bytes is not None:
+            rows = int(build.kernel.removesuffix("-wgmma").rpartition("-")[2])
+            estimate = tile_for(rows).shared_bytes(MAX_STREAMS)
+            assert build.shared_bytes <= estimate <= 101_376, (build.kernel, build.target)
+            checked += 1
+    assert checked >= 3 * 3 * 4 * 2
+
+
+def test_channels_are_cut_into_powers_of_two_parts() -> None:
+    from metainfer.ops.hyper.tiles import SPLIT_LANES, splits_for
+
+    assert splits_for(1, 128, 132) == SPLIT_LANES  # one token reads with the whole card
+    assert splits_for(128, 128, 132) == 4
+    assert splits_for(4096, 128, 132) == 1
+    for blocks in range(1, 300, 7):
+        for chunks in (1, 2, 3, 5, 128):
+            splits = splits_for(blocks, chunks, 132)
+            assert splits & (splits - 1) == 0 and 1 <= splits <= min(SPLIT_LANES, max(chunks, 1))
