@@ -114,10 +114,16 @@ def _read_until(terminal: int, word: bytes, seconds: float = 240.0) -> bytes:
     return seen
 
 
+def heed_interrupts() -> None:
+    """What a shell runs in the background ignores them, and so would our children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_stops_the_answer_and_ctrl_d_the_chat() -> None:
     command = [sys.executable, str(HERE / "run_fake.py"), "--hold-at", "8", "--", "chat", "m"]
     pid, terminal = pty.fork()
     if pid == 0:
+        heed_interrupts()
         os.execve(sys.executable, command, environ(TERM="dumb"))
     try:
         _read_until(terminal, b"> ")
@@ -140,7 +146,9 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_chat() -> None:
 def test_ctrl_c_in_generate_leaves_nothing() -> None:
     command = [sys.executable, str(HERE / "run_fake.py"), "--hold-at", "3", "--"]
     command += ["generate", "m", "--prompt", "x", "--max-tokens", "2000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ(), text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=environ(), text=True, preexec_fn=heed_interrupts
+    )
     assert process.stdout is not None
     process.stdout.read(3)
     children = descendants(process.pid)
