@@ -30,7 +30,9 @@ from metainfer.platform.machine_catalog import SHIPPED, find_machine
 from metainfer.platform.origins import DERIVED
 
 MODEL = "random:qwen3-8b"
-UNSIZED = {"cpu", "8x-b300"}  # memory unknown
+UNSIZED = {"cpu"}  # memory unknown
+UNKNOWN = str(Path(__file__).parent / "fixtures" / "unknown-card.toml")
+"""Eight cards of which nothing is known."""
 KNOWN_CARDS = [name for name in SHIPPED if name not in UNSIZED]
 
 
@@ -112,7 +114,7 @@ def test_other_devices_are_not_claimed_to_be_used(name: str, model: OpenedModel)
     for row, lost in zip(others, losers, strict=True):
         assert row["feasible"] is (not row["reasons"]) is (row["kv_tokens"] is not None)
         said = [reason["message"] for reason in lost["reasons"]]
-        assert not row["feasible"] or said[-1] == "layouts over several cards are not built yet"
+        assert not row["feasible"] or "layouts over several cards are not built yet" in said
     why = next(row["why"] for row in document["decisions"] if row["key"] == "layouts")
     assert (f"1 of {count} devices" in why) == (count > 1)
     assert ("machine.devices" in ids(report.doctor(None, name))) == (count > 1)
@@ -137,7 +139,7 @@ def test_b01_a_capability_that_is_too_low_or_unknown_is_the_reason(tmp_path: Pat
     path.write_text(text.replace("[8, 0]", "[7, 5]").replace('"8x-a800-pcie"', '"old"'))
     against = reasons(examine(str(path), context=4096), "attn_paged", "triton-split")
     assert "needs capability 8.0 or newer, this card has 7.5" in against
-    against = reasons(examine("8x-b300"), "attn_paged", "triton-split")
+    against = reasons(examine(UNKNOWN), "attn_paged", "triton-split")
     assert "needs capability 8.0, this card's is unknown" in against
 
 
@@ -171,7 +173,7 @@ def test_b20_the_doctor_says_so_and_still_shows_the_kernels() -> None:
     assert [f["id"] for f in blockers] == ["ops.memory", "ops.not-built"]
     assert "B needed" in blockers[0]["what"]
     assert document["ops"] and report.exit_status(document) == 1
-    assert report.exit_status(examine("8x-4090", context=32_768)) == 0
+    assert report.exit_status(examine("8x-4090", context=28_672)) == 0
 
 
 @pytest.mark.parametrize("name", ["2x-rtx-pro-6000", "8x-5090", "8x-rtx-pro-6000d"])
@@ -189,13 +191,13 @@ def test_b02_shared_memory_of_12_0_refuses_with_both_numbers(name: str) -> None:
 def test_without_a_memory_rate_there_is_no_cost_and_the_order_is_the_declared(
     model: OpenedModel,
 ) -> None:
-    document = plan("8x-b300", model, context=4096, kv_bytes=4 << 30)
+    document = plan(UNKNOWN, model, context=4096, kv_bytes=4 << 30)
     decided = {row["key"]: row for row in document["decisions"]}
     assert decided["bundle"]["origin"] == Origin.DEFAULT.value
     assert decided["bundle"]["why"].endswith("declared first: no cost is known")
     ops = [row for key, row in decided.items() if key.startswith("ops.")]
     assert {row["origin"] for row in ops} == {Origin.DEFAULT.value}
-    assert all(row["slowdown"] is None for row in examine("8x-b300")["ops"])
+    assert all(row["slowdown"] is None for row in examine(UNKNOWN)["ops"])
     document = plan("cpu", model, context=4096, kv_bytes=4 << 30)
     whys = {row["why"] for row in document["decisions"] if row["key"].startswith("ops.")}
     assert "first in declared order: the memory rate is unknown, so no cost is" in whys
@@ -390,10 +392,10 @@ def test_exit_codes_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> N
     base = ["--model", MODEL, "--context", "4096"]
     for words, code in (
         (["plan", "--machine", "8x-4090", *base], 0),
-        (["plan", "--machine", "8x-b300", *base], 1),
-        (["plan", "--machine", "8x-b300", *base, "--kv-memory", "4GiB"], 0),
-        (["doctor", "--machine", "8x-b300", *base], 1),
-        (["doctor", "--machine", "8x-b300"], 0),
+        (["plan", "--machine", UNKNOWN, *base], 1),
+        (["plan", "--machine", UNKNOWN, *base, "--kv-memory", "4GiB"], 0),
+        (["doctor", "--machine", UNKNOWN, *base], 1),
+        (["doctor", "--machine", UNKNOWN], 0),
         (["plan", "--machine", "8x-4091", *base], 2),
         (["doctor", "--machine", "nowhere.toml"], 2),
         (["doctor", "--save-machine", "mine.json"], 2),

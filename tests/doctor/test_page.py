@@ -75,7 +75,7 @@ def documents() -> list[dict[str, Any]]:
     made: list[Any] = [report.doctor(printed=fixture(name), stock=STOCK) for name in NAMES]
     made.append(report.doctor(Intent(model="random:qwen3-8b", context=4096), "8x-l20"))
     made.append(report.doctor(machine="cpu"))
-    made.append(report.doctor(machine="8x-b300"))
+    made.append(report.doctor(machine=str(FIXTURES / "unknown-card.toml")))
     return made
 
 

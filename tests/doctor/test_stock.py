@@ -24,6 +24,7 @@ from metainfer.doctor.stock.subject import subject
 from metainfer.platform.facts import Facts, LinkFacts
 from metainfer.platform.machine_catalog import SHIPPED, find_machine
 
+UNKNOWN = str(Path(__file__).parent / "fixtures" / "unknown-card.toml")
 V32, GLM, FLASH = "deepseek-ai/DeepSeek-V3.2", "zai-org/GLM-5.3-FP8", "zai-org/GLM-5.3-Flash"
 V4 = "deepseek-ai/DeepSeek-V4-Flash"
 DESCRIBED = "card of a data centre"
@@ -448,7 +449,7 @@ def test_variables_of_the_engine_count() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", (*SHIPPED, UNKNOWN))
 def test_every_shipped_machine_is_audited(name: str, engine: str) -> None:
     flag = "--tp 8" if engine == "sglang" else "-tp 8"
     document = report.doctor(machine=name, stock=StockRequest(engine, f"--model {V32} {flag}"))
@@ -461,7 +462,7 @@ def test_every_shipped_machine_is_audited(name: str, engine: str) -> None:
     for row in audited["rows"]:
         assert row["origin"] and row["evidence"] and row["ours"]
     assert report.exit_status(document) == int(any(f["severity"] == "blocker" for f in found))
-    if name == "8x-b300":  # nothing is known of the card, so nothing is claimed
+    if name == UNKNOWN:  # nothing is known of the card, so nothing is claimed
         assert {row["outcome"] for row in audited["rows"]} - {"note"} == {"unknown"}
 
 

@@ -63,7 +63,9 @@ def test_flash_on_every_shipped_machine(machine: str) -> None:
     assert sum(held) == capacity["device_bytes"] and capacity["unexplained_bytes"] == 0
     assert all(row["bytes"] >= 0 for row in ledger)
     chosen, *others = found["layouts"]
-    assert chosen["feasible"] and not chosen["built"] and chosen["ranks"] == devices
+    alone = machine == "8x-b300"  # one of its cards holds the model
+    assert chosen["feasible"] and chosen["built"] is alone
+    assert chosen["ranks"] == (1 if alone else devices)
     rows = [row["bytes"] for row in ledger if row["kind"] == "kv"]
     assert chosen["kv_bytes"] == sum(rows)
     assert all(row["feasible"] or row["reasons"] for row in others)

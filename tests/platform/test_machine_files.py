@@ -333,7 +333,7 @@ class TestShipped:
         assert ("device.ecc" in unknown) == ("links.host.width" in unknown or name == "8x-b300")
         assert ("device.power_cap_w" in unknown) == (name != "cpu")
         assert not {"device.uuid", "device.bus_id"} & set(unknown)
-        assert ("device.memory_bytes" in unknown) == (name in ("cpu", "8x-b300"))
+        assert ("device.memory_bytes" in unknown) == (name == "cpu")
 
 
 def test_the_names_of_the_contract_have_a_file_each() -> None:
