@@ -135,12 +135,16 @@ class Level:
         if len(self.plain) < PLAIN_STEPS:
             return None
         base = statistics.median(self.plain)
-        known = {0: base} | {
+        return self.drafted * self.undiluted(depth) + (1 - self.drafted) * base
+
+    def undiluted(self, depth: int) -> float:
+        """Of a step in which some run has `depth` drafts; there is a baseline."""
+        known = {0: statistics.median(self.plain)} | {
             tried: statistics.median(times)
             for tried, times in self.verify.items()
             if len(times) >= TRIED
         }
-        return self.drafted * _on_line(known, depth) + (1 - self.drafted) * base
+        return _on_line(known, depth)
 
     def gains(self, acceptance: Acceptance, most: int) -> dict[int, float]:
         """Each depth's tokens per second over those without drafts."""
@@ -256,6 +260,13 @@ class DepthController:
         if chosen != level.depth or level.probing:
             level.steps = 0
         level.runs, level.probing, level.depth = 0, False, chosen
+
+    def extra(self, running: int, depth: int) -> float:
+        """What a verify run of `depth` drafts costs a sequence beside the step that it replaces, in
+        steps; 0 while that is not known."""
+        level = self._level(running)
+        base = level.seconds(0)
+        return level.undiluted(depth) / base - 1 if base else 0.0
 
     @property
     def alarm(self) -> str:

@@ -7,6 +7,8 @@ this step wants, and when pages run out later, those that only drafts wanted com
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from metainfer.core.errors import InternalError
 from metainfer.core.step import PENDING, StepResult, TokenRun
 from metainfer.core.verdict import Verdict
@@ -17,10 +19,30 @@ from metainfer.scheduler.depth import DepthController
 from metainfer.scheduler.domain import Domain
 from metainfer.scheduler.sequence import Sequence
 
-UNPROVED = 2
-"""Drafts of a request none of whose was accepted yet, where the depth follows gain (seed)."""
-PATIENCE, PAUSE, LONGEST_PAUSE = 3, 8, 256
-"""Runs of a request in vain before it pauses, tokens of its first pause, of its longest (seeds)."""
+AHEAD, SHARE, MOST_CREDIT = 0.45, 0.01, 4.0
+"""Steps that drafts may cost a request before any was right, where its kind is trusted; part of its
+tokens that they may cost further; steps that it can have in hand (seeds)."""
+MEMORY = 16.0
+"""Requests of a kind after which what their drafts brought has faded to 1/e (seed)."""
+
+
+@dataclass(slots=True)
+class Kind:
+    """Requests alike, greedy or drawn: whether drafts brought them something, by a fading mean.
+
+    Drawn answers wander, so that they begin without trust.
+    """
+
+    mean: float
+
+    @property
+    def trusted(self) -> bool:
+        return self.mean >= 0
+
+    def ended(self, brought: float) -> None:
+        """A request that drafted ended, `brought` steps better off."""
+        brought = max(-1.0, min(1.0, brought))
+        self.mean += (brought - self.mean) / MEMORY
 
 
 class Drafting:
@@ -40,7 +62,8 @@ class Drafting:
         self._decoding = 0
         adapts = self.active and config.adaptive_drafts
         self._depth = DepthController(config.max_drafts) if adapts else None
-        self._vain: dict[str, tuple[int, int]] = {}  # request -> runs in vain, drafts again from
+        self._brought: dict[str, float] = {}  # request -> steps that its drafts saved so far
+        self._kinds = {True: Kind(0.0), False: Kind(-0.25)}  # by whether greedy
 
     def aim(self, decoding: int) -> None:
         """Set the depth of a step in which `decoding` sequences of a domain decode at most."""
@@ -60,8 +83,11 @@ class Drafting:
         runs, alone = [], True
         for (seq, run), answer in zip(flight.entries, result.runs, strict=True):
             decodes = run.samples and run.start + 1 >= seq.prompt_len
-            if run.drafts:
-                self._pause(seq, answer.accepted_drafts)
+            if run.drafts and not seq.done:
+                cost = self._depth.extra(flight.decoding, run.drafts)
+                before = self._brought.get(seq.request_id, 0.0)
+                after = before + answer.accepted_drafts - cost
+                self._brought[seq.request_id] = min(after, MOST_CREDIT)
             if decodes and len(run.tokens) == 1 + run.drafts:
                 runs.append((run.drafts, answer.accepted_drafts))
             else:
@@ -69,17 +95,18 @@ class Drafting:
         seconds = result.seconds + flight.drafting_s if alone and result.seconds > 0 else None
         self._depth.note(flight.decoding, flight.aimed, runs, seconds)
 
-    def _pause(self, seq: Sequence, accepted: int) -> None:
-        """A request whose drafts are all wrong pauses, longer each time: its text is not like the
-        others', and they need not lose their drafts for it."""
-        if seq.done:
-            return
-        if accepted:
-            self._vain[seq.request_id] = (0, 0)
-        else:
-            vain = self._vain.get(seq.request_id, (0, 0))[0] + 1
-            pause = min(PAUSE << min(vain - PATIENCE, 8), LONGEST_PAUSE) if vain >= PATIENCE else 0
-            self._vain[seq.request_id] = (vain, len(seq.tokens) + 1 + pause)
+    def _affordable(self, seq: Sequence) -> int:
+        """Drafts that the request can pay for if all are wrong: its text may not be like the
+        others', which need not lose their drafts for it, nor it its time for theirs."""
+        if self._depth is None:
+            return self.aimed
+        hand = self._brought.get(seq.request_id, 0.0)
+        hand += SHARE * (len(seq.tokens) - seq.prompt_len)
+        hand += AHEAD * self._kinds[seq.request.params.greedy].trusted
+        depth = self.aimed
+        while depth and self._depth.extra(self._decoding, depth) > hand:
+            depth -= 1
+        return depth
 
     @property
     def alarm(self) -> str:
@@ -153,11 +180,7 @@ class Drafting:
     def _drafts(self, domain: Domain, seq: Sequence, end: int, spare: int) -> tuple[int, ...]:
         """Drafts for a run that ends at `end`, as many as limits, budget and pages allow."""
         kv = domain.kv
-        vain, again = self._vain.get(seq.request_id, (1, 0))
-        if end < again:
-            return ()
-        most = min(self.aimed, UNPROVED) if vain and self._depth is not None else self.aimed
-        limit = min(most, kv.draft_limit, seq.stop_at - end, spare)
+        limit = min(self._affordable(seq), kv.draft_limit, seq.stop_at - end, spare)
         if self._device:
             limit = min(limit, seq.proposals)
         limit = min(limit, kv.fit(_account(seq), end + max(limit, 0)) - end)
@@ -189,7 +212,9 @@ class Drafting:
     def forget(self, seq: Sequence) -> None:
         """The sequence ended or was put back."""
         seq.hold, seq.proposals = None, 0
-        self._vain.pop(seq.request_id, None)
+        brought = self._brought.pop(seq.request_id, None)
+        if brought is not None:
+            self._kinds[seq.request.params.greedy].ended(brought)
         if self.source is not None:
             self.source.forget(seq.request_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SLICE_S = 5.0
@@ -11,6 +12,9 @@ SLICES = 12
 ALL_IN_VAIN = 512
 """Drafts without one accepted after which something is wrong: at 1 % acceptance this has odds of
 0.6 %."""
+LONG_RUN, ALIKE = 32, 3
+"""Times that an answer ends in one token, and answers in a row that end in the same, until that is
+an alarm (seeds)."""
 ENOUGH_ACCEPTED = 16
 """Accepted drafts that end the alarm."""
 
@@ -89,6 +93,36 @@ class DraftWatch:
             f"none of the last {self._in_vain} drafted tokens was accepted"
             if self._in_vain
             else f"only {self._accepted} drafted tokens were accepted since a run of none"
+        )
+
+
+class RepeatWatch:
+    """Raises an alarm when answers of several requests end in one and the same token, over and over
+    (B-24): a broken drafter or a verify kernel does that, whatever is asked. An answer that ends
+    otherwise takes it back.
+    """
+
+    def __init__(self) -> None:
+        self._token = -1
+        self._answers = 0  # in a row that end in it
+
+    def ended(self, answer: Sequence[int]) -> None:
+        """An answer is complete; one that is too short tells nothing."""
+        if len(answer) < LONG_RUN:
+            return
+        tail = set(answer[-LONG_RUN:])
+        token = tail.pop() if len(tail) == 1 else -1
+        self._answers = self._answers + 1 if token == self._token and token >= 0 else 1
+        self._token = token
+
+    @property
+    def alarm(self) -> str:
+        """One line, empty when all is well."""
+        if self._token < 0 or self._answers < ALIKE:
+            return ""
+        return (
+            f"the last {self._answers} answers all end in token {self._token}, "
+            f"{LONG_RUN} times and more"
         )
 
 

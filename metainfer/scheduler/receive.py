@@ -159,6 +159,8 @@ class Receiver:
         scheduler = self._scheduler
         scheduler.retire(seq)
         scheduler.counters.finished += 1
+        if scheduler.drafting.active:
+            scheduler.repeat_watch.ended(seq.tokens[seq.prompt_len :])
         before = count_before if count_before >= 0 else len(seq.tokens)
         return RequestOutput(
             seq.request_id,

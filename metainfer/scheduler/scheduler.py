@@ -29,7 +29,7 @@ from metainfer.scheduler.build import Build, Flight
 from metainfer.scheduler.config import DraftSource, SchedulerConfig
 from metainfer.scheduler.domain import Domain
 from metainfer.scheduler.drafting import Drafting
-from metainfer.scheduler.metrics import Counters, DraftWatch, Stats
+from metainfer.scheduler.metrics import Counters, DraftWatch, RepeatWatch, Stats
 from metainfer.scheduler.receive import Receiver
 from metainfer.scheduler.sequence import Sequence
 from metainfer.scheduler.share import share
@@ -66,7 +66,7 @@ class Scheduler:
         self.clock = clock or SystemClock()
         self.counters = Counters()
         self.domains = [Domain(i, manager, config.max_running) for i, manager in enumerate(kv)]
-        self.draft_watch = DraftWatch()
+        self.draft_watch, self.repeat_watch = DraftWatch(), RepeatWatch()
         self.drafting = Drafting(config, drafts)
         self._adapters = Adapters(config.adapters)
         self._sequences: dict[str, Sequence] = {}
@@ -453,7 +453,7 @@ class Scheduler:
             kv_used=max(domain.kv.usage() for domain in self.domains),
             decode_gaps_s=tuple(domain.gaps.longest(now) for domain in self.domains),
             cache_alarms=tuple(alarm for alarm in alarms if alarm),
-            draft_alarm=self.draft_watch.alarm or self.drafting.alarm,
+            draft_alarm=self.draft_watch.alarm or self.drafting.alarm or self.repeat_watch.alarm,
             draft_depth=self.drafting.aimed,
             draft_gain=self.drafting.gain,
             counters=self.counters,

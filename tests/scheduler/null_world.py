@@ -110,7 +110,8 @@ def request(
 ) -> Request:
     own = ("priority", "cache_salt", "eos_token_ids", "adapter")
     fields = {k: more.pop(k) for k in own if k in more}
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+    more = {"temperature": 0.0, **more}
+    params = SamplingParams(max_tokens=max_tokens, **more)  # type: ignore[arg-type]
     return Request(name, tuple(prompt), params, **fields)  # type: ignore[arg-type]
 
 
