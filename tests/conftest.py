@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import zlib
 from collections.abc import Iterator
 
@@ -25,6 +26,16 @@ settings.load_profile("repo")
 # which tests a worker ran before.
 assert callable(providers._get_local_constants)
 providers._get_local_constants = providers.Constants
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Generators of the whole process begin alike, whatever a worker ran before."""
+    number = zlib.crc32(item.nodeid.encode())
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(number)
 
 
 @pytest.fixture
