@@ -42,6 +42,8 @@ def summary(info: EngineInfo, url: str, names: tuple[str, ...]) -> list[str]:
             lines.append(f"  EMULATED: {whose}; its peers are a stand-in, answers mean nothing")
         lines += [f"  {line}" for line in _machine(plan, _decisions(document))]
         lines += [f"  {line}" for line in _kernels(plan.get("ops"))]
+    if changed := document.get("drift"):
+        lines.append(f"  changed since the last start here: {'; '.join(changed)}")
     verdict = document.get("verification", {}).get("text")
     lines.append(f"  {verdict or 'verification: none on record; metainfer verify MODEL makes one'}")
     return lines

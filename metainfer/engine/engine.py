@@ -20,6 +20,7 @@ from metainfer.core.plan import Plan
 from metainfer.core.request import FinishReason, Request
 from metainfer.core.step import Phase, RequestOutput, StepPlan
 from metainfer.engine.devices import open_executor
+from metainfer.engine.drift import drift
 from metainfer.engine.grammars import GrammarDesk, open_library
 from metainfer.engine.machine import Machine, open_machine
 from metainfer.engine.protocol import EngineInfo, EngineStats, Fault, Guards, Progress
@@ -32,6 +33,7 @@ from metainfer.planner.drafts import MODEL, NGRAM
 from metainfer.planner.opening import OpenedModel, open_model
 from metainfer.planner.report import plan_document
 from metainfer.planner.resolve import Resolved
+from metainfer.platform.fingerprint import fingerprint
 from metainfer.scheduler.config import SchedulerConfig
 from metainfer.scheduler.ngram import NgramDrafts
 from metainfer.scheduler.scheduler import Scheduler
@@ -94,6 +96,7 @@ class Engine:
             model = open_model(self.intent.model, adapters=self.intent.adapters)
         with self._phase("machine"):
             machine = self._machine or open_machine(self.intent.platform)
+            drifted = drift(fingerprint(machine.facts)) if self._machine is None else []
         with self._phase("plan"):
             # Before the long imports: what the plan refuses is refused within a second.
             first = machine.resolve(model, self.intent)
@@ -130,7 +133,11 @@ class Engine:
             kv_tokens=plan.kv_tokens,
             max_running=plan.limits.max_running,
             eos_token_ids=model.eos_token_ids,
-            plan={**plan_document(resolved), "verification": status(machine.store, plan)},
+            plan={
+                **plan_document(resolved),
+                "verification": status(machine.store, plan),
+                "drift": drifted,
+            },
             start_phases=tuple(self._phases),
             held_bytes=self.held_bytes,
             links=machine.facts.links,

@@ -397,12 +397,7 @@ def resolve(
         UsageError: a malformed wish.
         RefusedError: it cannot be done here; every reason is listed.
     """
-    if intent.goal not in GOALS:
-        raise UsageError(f"goal {intent.goal!r} is not known.", f"Goals: {', '.join(GOALS)}.")
-    if intent.memory_share is not None and not 0 < intent.memory_share <= 1:
-        raise UsageError(
-            f"--memory-share is {intent.memory_share:g}.", "Pass a part of the whole, like 0.9."
-        )
+    _check_wish(intent)
     if emulation is not None:
         facts = emulation.on(facts)
     resolver = _Resolver(intent, model, facts)
@@ -455,6 +450,15 @@ def resolve(
         device_bytes=facts.device.memory_bytes,
         missing=model.missing,
     )
+
+
+def _check_wish(intent: Intent) -> None:
+    if intent.goal not in GOALS:
+        raise UsageError(f"goal {intent.goal!r} is not known.", f"Goals: {', '.join(GOALS)}.")
+    if intent.memory_share is not None and not 0 < intent.memory_share <= 1:
+        raise UsageError(
+            f"--memory-share is {intent.memory_share:g}.", "Pass a part of the whole, like 0.9."
+        )
 
 
 def choose(

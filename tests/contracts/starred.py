@@ -86,6 +86,7 @@ STARRED = (
     "comm.topology*",
     "engine.client",
     "engine.devices",
+    "engine.drift",
     "engine.elsewhere",
     "engine.grammars",
     "engine.inproc",
