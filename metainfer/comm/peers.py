@@ -41,6 +41,10 @@ class Peers(Protocol):
         """Every rank's x [R, C], side by side: [R, size * C]."""
         ...
 
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
+        """The x of rank `root`; of equal shape elsewhere, where it is overwritten."""
+        ...
+
 
 class Alone:
     """One rank."""
@@ -57,6 +61,9 @@ class Alone:
         return x
 
     def columns(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
         return x
 
 
@@ -96,13 +103,18 @@ class Linked:
         parts = self.rows(x).view(self.size, rows, width)
         return parts.transpose(0, 1).reshape(rows, self.size * width)
 
-    def _run(self, op: Op, count: int, given: Tensor, out: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
+        x = x.contiguous()
+        return self._run(Op.BROADCAST, x.numel(), x, x, root)
+
+    def _run(self, op: Op, count: int, given: Tensor, out: Tensor, root: int = 0) -> Tensor:
         dtype = str(given.dtype).removeprefix("torch.")
         request = Request(
             op=op,
             count=count,
             dtype=dtype,
             world=self.size,
+            root=root,
             precision=self._precision,
             captured=self._capturing(),
         )
@@ -119,11 +131,18 @@ class Ranks:
 
     `tensor`: ranks that share heads and channels, one KV domain. `expert`: ranks that hold whole
     experts of one set. `domains`: one rank of each KV domain that sends tokens to that set.
+    `prompts`: ranks that share the rows of a chunk.
     """
 
     tensor: Peers = ALONE
     expert: Peers = ALONE
     domains: Peers = ALONE
+    prompts: Peers = ALONE
+
+    def of_prompts(self) -> Ranks:
+        """As a chunk sees them whose rows `prompts` share: each is a domain of its own."""
+        meet = self.prompts if self.expert.size > 1 else ALONE
+        return Ranks(expert=self.expert, domains=meet, prompts=self.prompts)
 
 
 SINGLE = Ranks()
@@ -158,4 +177,6 @@ class Place:
         found["expert"] = tuple(range(block, block + expert))
         if self.shares_tokens:
             found["domains"] = tuple(range(block + rank % tensor, block + expert, tensor))
+        if self.layout.prefill > 1:
+            found["prompts"] = tuple(range(self.layout.ranks))
         return {role: ranks for role, ranks in found.items() if len(ranks) > 1}

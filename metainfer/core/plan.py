@@ -7,7 +7,7 @@ lost): `check_origins` refuses a plan in which a value has no author. Its digest
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 from metainfer.core.digest import digest, to_plain
 from metainfer.core.errors import InternalError
@@ -49,6 +49,11 @@ class LayoutPlan:
     @property
     def ranks(self) -> int:
         return self.tensor * self.data * self.context
+
+    @property
+    def decoding(self) -> LayoutPlan:
+        """The part of a pair that decodes follow; a layout that is no pair is its own."""
+        return replace(self, prefill=1)
 
     def phase_name(self, phase: Phase) -> str:
         """What a segment calls it: the part of a pair's name before or behind the stroke."""

@@ -55,7 +55,14 @@ class Rank:
             ranks=self._links.ranks,
         )
         leads, level = facts.rank % layout.tensor == 0, place.shares_tokens
-        self._side = RankSide(executor, place.domain, slots, leads=leads, level=level)
+        self._side = RankSide(
+            executor,
+            place.domain,
+            slots,
+            leads=leads,
+            level=level,
+            shared=layout.prefill > 1,
+        )
 
     def use_grammars(self) -> None:
         library, _ = open_library(
@@ -72,6 +79,9 @@ class Rank:
 
     def held_bytes(self) -> dict[str, int]:
         return self._side.executor.held_bytes
+
+    def moved_bytes(self) -> dict[str, int]:
+        return self._side.executor.moved_bytes
 
     def abort(self, cause: str) -> None:
         self._links.abort(cause)

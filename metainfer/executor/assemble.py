@@ -9,8 +9,16 @@ import torch
 
 from metainfer.comm.peers import SINGLE, Place, Ranks
 from metainfer.executor.adapters import load_adapters
-from metainfer.executor.loading import WHOLE, Progress, TensorSource, load_weights, part_of
+from metainfer.executor.loading import (
+    WHOLE,
+    Progress,
+    TensorSource,
+    load_parts,
+    load_weights,
+    part_of,
+)
 from metainfer.executor.local import LocalExecutor, LocalParts
+from metainfer.executor.prompts import prompt_ranks
 from metainfer.kernels.impl import resolve_attribute
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.table import OpTable, Trace
@@ -48,6 +56,7 @@ def assemble(
     """
     plan, arch = resolved.plan, resolved.arch
     layout = plan.layouts[0]
+    decoding = layout.decoding
     dtype = DTYPES[plan.model.dtype]
     if device.type == "cpu":
         here = 1 if plan.emulated else layout.ranks
@@ -61,8 +70,9 @@ def assemble(
         dtype=dtype,
         device=device,
         progress=progress,
-        shard=lambda spec: WHOLE if place is None else part_of(arch.cut(spec, layout), place),
+        shard=lambda spec: WHOLE if place is None else part_of(arch.cut(spec, decoding), place),
     )
+    parts = load_parts(arch, source, layouts, weights, place, dtype=dtype, device=device)
     phase("model")
     family = family_of({"model_type": arch.family}, "plan")
     model: Any = resolve_attribute(family.build)(
@@ -101,5 +111,6 @@ def assemble(
             drafts=plan.draft.depth,
             model_drafts=drafter,
             adapters=arch.adapters.count if arch.adapters else 0,
+            prompts=prompt_ranks(model, parts, store, resolved.groups, place, ranks, device),
         )
     )

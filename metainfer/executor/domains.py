@@ -9,13 +9,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from metainfer.core.step import RankTokens, RunResult, Segment, StepPlan
+from metainfer.core.step import Phase, RankTokens, RunResult, Segment, StepPlan
 
 
-def of_domain(plan: StepPlan, domain: int, slots: int, *, level: bool) -> StepPlan:
+def of_domain(
+    plan: StepPlan, domain: int, slots: int, *, level: bool, shared: bool = False
+) -> StepPlan:
     """What `domain`, with `slots` slots of its own, has to do.
 
     `level`: every rank computes as many tokens as the widest, since domains meet in collectives.
+    `shared`: ranks of all domains share the rows of chunks, whose lists stay whole; slots of other
+    domains mean nothing in them.
     """
     first = domain * slots
 
@@ -25,7 +29,12 @@ def of_domain(plan: StepPlan, domain: int, slots: int, *, level: bool) -> StepPl
     replace = msgspec.structs.replace
     return StepPlan(
         plan.step,
-        tuple(_own_segment(segment, domain, first, level) for segment in plan.segments),
+        tuple(
+            _numbered(segment, first)
+            if shared and segment.phase is Phase.CHUNK
+            else _own_segment(segment, domain, first, level)
+            for segment in plan.segments
+        ),
         tuple(replace(n, slot=n.slot - first, domain=0) for n in plan.new if own(n.slot)),
         tuple(replace(p, slot=p.slot - first) for p in plan.pages if own(p.slot)),
         tuple(replace(c, domain=0) for c in plan.copies if c.domain == domain),
@@ -43,8 +52,18 @@ def _own_segment(segment: Segment, domain: int, first: int, level: bool) -> Segm
     padding = mine.padding
     if level:
         padding = max(rank.tokens + rank.padding for rank in segment.ranks) - mine.tokens
-    runs = tuple(msgspec.structs.replace(run, slot=run.slot - first) for run in mine.runs)
-    return msgspec.structs.replace(segment, ranks=(RankTokens(runs, padding),))
+    own = _numbered(segment, first).ranks[domain]
+    return msgspec.structs.replace(segment, ranks=(RankTokens(own.runs, padding),))
+
+
+def _numbered(segment: Segment, first: int) -> Segment:
+    """Slots numbered from `first` on."""
+    replace = msgspec.structs.replace
+    ranks = tuple(
+        replace(rank, runs=tuple(replace(run, slot=run.slot - first) for run in rank.runs))
+        for rank in segment.ranks
+    )
+    return replace(segment, ranks=ranks)
 
 
 def joined(

@@ -8,7 +8,8 @@ opened; values (scales out of range) are checked here. An error leaves nothing b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from metainfer.formats.schemes import BLOCKS
 from metainfer.formats.shards import take, take_raw
 from metainfer.kernels.impl import Layout
 from metainfer.models.arch import Arch, Cut, WeightSpec
+from metainfer.models.common.spread import Part
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.planner.opening import OpenedModel
 
@@ -67,16 +69,19 @@ def part_of(cut: tuple[Cut, int], place: Place) -> RankPart:
 
 @dataclass(slots=True)
 class LoadedWeights:
-    """`packed` and `plain` by `WeightSpec.name`."""
+    """`packed` and `plain` by `WeightSpec.name`. `beside`: bytes of other ranks' parts that are
+    held with them."""
 
     packed: dict[str, PackedWeight] = field(default_factory=dict)
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
+    beside: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes held; a tied weight counts once."""
         once = {id(weight.data): weight.nbytes for weight in self.packed.values()}
-        return sum(once.values()) + sum(tensor.nbytes for tensor in self.plain.values())
+        plain = sum(tensor.nbytes for tensor in self.plain.values())
+        return sum(once.values()) + plain + self.beside
 
 
 def load_weights(
@@ -88,10 +93,12 @@ def load_weights(
     device: torch.device,
     progress: Progress | None = None,
     shard: Sharding = lambda spec: WHOLE,
+    only: Callable[[WeightSpec], bool] = lambda spec: True,
 ) -> LoadedWeights:
     """Read, check and pack every weight of `arch`; `layouts` by `WeightSpec.role`.
 
-    `shard`: what of each weight this rank holds; no more is read of a mapped file.
+    `shard`: what of each weight this rank holds; no more is read of a mapped file. `only`: which
+    weights, of all.
 
     Raises:
         ModelError: a tensor is missing, has another shape than the config says, or scales that no
@@ -100,7 +107,8 @@ def load_weights(
     """
     loaded = LoadedWeights()
     held: dict[tuple[object, ...], PackedWeight] = {}
-    specs, plain = arch.packed_weights(), arch.plain_weights()
+    specs = tuple(spec for spec in arch.packed_weights() if only(spec))
+    plain = tuple(spec for spec in arch.plain_weights() if only(spec))
     total = sum(spec.elements for spec in (*specs, *plain))
     done = 0
     for spec in _in_order(source, specs, shard):
@@ -123,6 +131,44 @@ def load_weights(
     if progress is not None and plain:
         progress(done, total)
     return loaded
+
+
+def load_parts(
+    arch: Arch,
+    source: TensorSource,
+    layouts: Mapping[str, Layout],
+    own: LoadedWeights,
+    place: Place | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Part]:
+    """The model as each rank of a domain holds it, in rank order, where chunks need all of them;
+    else as this one does. `own` is this rank's, and grows by the bytes of the others."""
+    if place is None or place.layout.prefill == 1:
+        return [(own.packed, own.plain)]
+    layout, decoding = place.layout, place.layout.decoding
+
+    def beside(spec: WeightSpec) -> bool:
+        return arch.cut(spec, layout)[0] is Cut.WHOLE is not arch.cut(spec, decoding)[0]
+
+    parts: list[Part] = []
+    for rank in range(layout.tensor):
+        packed, plain = dict(own.packed), dict(own.plain)
+        if rank != place.rank % layout.tensor:
+            other = partial(_part_of, arch, replace(place, layout=decoding, rank=rank))
+            found = load_weights(
+                arch, source, layouts, dtype=dtype, device=device, shard=other, only=beside
+            )
+            packed.update(found.packed)
+            plain.update(found.plain)
+            own.beside += found.nbytes
+        parts.append((packed, plain))
+    return parts
+
+
+def _part_of(arch: Arch, place: Place, spec: WeightSpec) -> RankPart:
+    return part_of(arch.cut(spec, place.layout), place)
 
 
 def _in_order(

@@ -37,8 +37,9 @@ from metainfer.core.step import (
 from metainfer.executor.finite import FiniteTrace, Place, owners_of
 from metainfer.executor.graphs import Capture, CudaCapture, StaticSteps, rows_of
 from metainfer.executor.inputs import build
+from metainfer.executor.prompts import PromptRanks
 from metainfer.executor.protocol import NanGuard
-from metainfer.executor.sampler import broken, finish_runs
+from metainfer.executor.sampler import fail_silent, finish_runs
 from metainfer.executor.slots import OpenGrammar, SlotTable
 from metainfer.executor.speculative import ModelDrafts, propose
 from metainfer.executor.static import DeviceTables
@@ -57,7 +58,8 @@ MOST_OPEN = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalParts:
     """What an executor runs on, put together by `executor.assemble`. `drafts`: most in a run.
-    `graphs`: what is captured, in this order. `adapters`: how many are loaded."""
+    `graphs`: what is captured, in this order. `adapters`: how many are loaded. `prompts`: who
+    computes chunks whose rows ranks share."""
 
     model: Any
     ops: OpTable
@@ -73,6 +75,7 @@ class LocalParts:
     drafts: int = 0
     model_drafts: ModelDrafts | None = None
     adapters: int = 0
+    prompts: PromptRanks | None = None
 
 
 class LocalExecutor:
@@ -214,21 +217,30 @@ class LocalExecutor:
         """Bytes in fact held, by ledger kind; the plan's ledger predicted them."""
         return {"weights": self._parts.weight_bytes, "kv": self._parts.store.nbytes}
 
+    @property
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes that came from other ranks while they shared rows of chunks, by what they were."""
+        prompts = self._parts.prompts
+        return {} if prompts is None else dict(prompts.moved)
+
     def close(self) -> None:
         """Drop open results, and graphs before the memory they point into."""
         self._open.clear()
         self._static = None
 
     def _segment(self, segment: Segment) -> list[RunResult]:
+        parts, guard = self._parts, self.nan_guard is not NanGuard.OFF
+        phase_ops = parts.ops.phase(segment.phase)
+        if parts.prompts is not None and segment.phase is Phase.CHUNK:
+            return parts.prompts.run(segment, self._slots, phase_ops, guard=guard)
         if len(segment.ranks) != 1:
             raise InternalError(f"one rank was given {len(segment.ranks)} token lists")
-        parts, rank = self._parts, segment.ranks[0]
+        rank = segment.ranks[0]
         if self._static is not None:
             out = self._static.run(segment, self._slots, eager=self._op_by_op)
             if out is not None:
                 rows, finite = rows_of(out, segment), out.finite
                 return self._finish(segment, rows, lambda: finite, out.hidden, out.inputs)
-        phase_ops = parts.ops.phase(segment.phase)
         host = build(rank, self._slots, parts.groups)
         inputs = host.to(parts.device)
         hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
@@ -283,7 +295,10 @@ class LocalExecutor:
             TokenRun(slot, start, (0,) * length, 1 + drafts, drafts, True, proposals)
             for slot, (start, length) in zip(slots, runs, strict=True)
         )
-        segment = Segment(phase, "warm", (RankTokens(tokens),))
+        ranks: tuple[RankTokens, ...] = (RankTokens(tokens),)
+        if parts.prompts is not None and phase is Phase.CHUNK:
+            ranks *= parts.prompts.domains
+        segment = Segment(phase, "warm", ranks)
         self.execute(StepPlan(0, (segment,), new, pages))
         self._slots.apply(StepPlan(0, (), released=tuple(slots)))
 
@@ -291,17 +306,9 @@ class LocalExecutor:
 def _check_silent_rows(
     finite: Callable[[], torch.Tensor | None], runs: Sequence[TokenRun], results: list[RunResult]
 ) -> None:
-    """Fail runs with rows that have no logits to show NaN, as all of a prompt but its end have.
-
-    `finite` gives bool [T] of the whole segment: one flag per token comes to the host. None: the
-    step looks at logits alone.
+    """`fail_silent`; `finite` gives bool [T] of the whole segment: one flag per token comes to the
+    host. None: the step looks at logits alone.
     """
     if all(len(run.tokens) <= run.logits for run in runs) or (found := finite()) is None:
         return
-    flags = found.tolist()
-    at = 0
-    for number, run in enumerate(runs):
-        end = at + len(run.tokens)
-        if not results[number].error and not all(flags[at : end - run.drafts]):
-            results[number] = broken(run.slot)
-        at = end
+    fail_silent(found.tolist(), runs, results)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -69,6 +69,16 @@ class RankExecutor:
         held: dict[str, int] = self._group.call("held_bytes")[0]
         return held
 
+    @property
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes that ranks received while they shared rows of chunks, over all ranks: ``loans``
+        (what was cached before), ``entries`` (what they wrote), ``edges`` (raw rows)."""
+        each: list[dict[str, int]] = self._group.call("moved_bytes")
+        total: Counter[str] = Counter()
+        for moved in each:
+            total.update(moved)
+        return dict(total)
+
     def close(self) -> None:
         self._open.clear()
         self._group.close()
@@ -93,17 +103,30 @@ class RankExecutor:
 
 class RankSide:
     """A rank's side: its executor, given its domain's part of each plan. `leads`: it answers for
-    its domain. `level`: see `of_domain`."""
+    its domain. `level`, `shared`: see `of_domain`."""
 
     def __init__(
-        self, executor: LocalExecutor, domain: int, slots: int, *, leads: bool, level: bool
+        self,
+        executor: LocalExecutor,
+        domain: int,
+        slots: int,
+        *,
+        leads: bool,
+        level: bool,
+        shared: bool = False,
     ) -> None:
         self.executor = executor
         self._domain, self._slots = domain, slots
-        self._leads, self._level = leads, level
+        self._leads, self._level, self._shared = leads, level, shared
 
     def execute(self, plan: bytes) -> tuple[str, bytes]:
         """Digest of the answer, and the answer (msgpack) of a rank that leads."""
-        mine = of_domain(_plans.decode(plan), self._domain, self._slots, level=self._level)
+        mine = of_domain(
+            _plans.decode(plan),
+            self._domain,
+            self._slots,
+            level=self._level,
+            shared=self._shared,
+        )
         body = msgspec.msgpack.encode(self.executor.execute(mine).runs)
         return hashlib.sha256(body).hexdigest()[:16], body if self._leads else b""

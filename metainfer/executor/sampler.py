@@ -130,6 +130,19 @@ def _nothing_allowed(rows: Sequence[_Row]) -> bool:
     return False
 
 
+def fail_silent(finite: Sequence[bool], runs: Sequence[TokenRun], results: list[RunResult]) -> None:
+    """Fail runs with rows that have no logits to show NaN, as all of a prompt but its end have.
+
+    `finite`: of each row of the runs, in order.
+    """
+    at = 0
+    for number, run in enumerate(runs):
+        end = at + len(run.tokens)
+        if not results[number].error and not all(finite[at : end - run.drafts]):
+            results[number] = broken(run.slot)
+        at = end
+
+
 def gather(rows: Sequence[_Row], device: torch.device) -> SampleInputs:
     """The rows' parameters as tensors; a feature that no row uses stays None."""
     params = [row.state.params for row in rows]

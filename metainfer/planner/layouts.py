@@ -120,11 +120,6 @@ def alike(layout: LayoutPlan) -> LayoutPlan:
     return replace(layout, name="shapes", data=1, shards=1)
 
 
-def held_as(layout: LayoutPlan) -> LayoutPlan:
-    """The layout by which weights are held: that of prompts, which cuts them the least."""
-    return of_prompts(layout)
-
-
 def prompt_domains(layout: LayoutPlan) -> int:
     """Chunks of prompts that are computed at once."""
     return of_prompts(layout).data // layout.prefill
@@ -164,7 +159,6 @@ def runs(layout: LayoutPlan, kind: str, draft: DraftPlan) -> Verdict:
     return all_of(
         [
             require(not several or kind == CPU, "not-built", NOT_BUILT, devices=layout.ranks),
-            require(layout.prefill == 1, "not-built", "pairs are planned, not run yet"),
             require(layout.shards == 1, "not-built", SHARDS_NOT_BUILT, layout=layout.name),
             require(not (meet and drafts), "draft", drafted),
             require(not (layout.prefill > 1 and drafts), "draft", spread),

@@ -21,7 +21,7 @@ from metainfer.planner.adapters import adapter_rows
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.emulation import Emulation
 from metainfer.planner.fitting import DOES_NOT_FIT
-from metainfer.planner.layouts import fetches, held_as, of_decodes, of_prompts, talks
+from metainfer.planner.layouts import fetches, of_decodes, of_prompts, talks
 from metainfer.planner.limits import (
     CacheAsk,
     fit_cache,
@@ -154,8 +154,8 @@ class Cards:
         self, layout: LayoutPlan, packings: Mapping[str, Layout], running: int | None = None
     ) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...], CacheAsk]:
         """Weights, what stands beside weights and cache, and what is left to ask of the cache."""
-        weights = [*self._weight_rows(held_as(layout), packings)]
-        rank = self._rank(held_as(layout))
+        weights = [*self._weight_rows(layout, packings)]
+        rank = self._rank(layout)
         tables = rank.table_bytes(self.limits.max_context)
         weights.append(LedgerRow(item="rotary tables", kind="weights", bytes=tables))
         weights += adapter_rows(rank.adapters, DTYPE_BYTES[self.dtype])

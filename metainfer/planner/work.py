@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from metainfer.core.plan import LayoutPlan
 from metainfer.kv.book.spec import CacheSpec, GroupKind
 from metainfer.models.arch import Costs
-from metainfer.planner.layouts import fetches, held_as, of_decodes, of_prompts
+from metainfer.planner.layouts import fetches, of_decodes, of_prompts
 from metainfer.planner.ranks import Held
 from metainfer.planner.weights import DTYPE_BYTES, EMBED, EXPERTS, Census
 
@@ -60,7 +60,7 @@ def rank_work(
     """
     layout = of_prompts(held.layout) if prompts else of_decodes(held.layout)
     arch, elements, whole = counted.arch, counted.elements(layout), counted.elements()
-    kept = counted.elements(held_as(held.layout))
+    kept = counted.elements(held.layout)
     routed = [site for site in elements if site.startswith(f"{EXPERTS}.")]
     # A half that cuts a matrix further than it is held reads its part of it.
     parts = {site: min(1.0, count / kept[site]) for site, count in elements.items() if count}

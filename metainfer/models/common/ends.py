@@ -1,7 +1,8 @@
 """The two ends of a decoder, whose vocabulary ranks share: words in, logits out.
 
 A rank holds `rows` of both matrices, from `rank * rows` on. A word that another rank holds counts
-as zero here, and the sum over ranks is the word; logits of all ranks stand side by side.
+as zero here, and the sum over ranks is the word; logits of all ranks stand side by side. Ranks that
+share the rows of a chunk look up each other's words.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from metainfer.ops.linear.packed import PackedWeight
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """`embed`, `head` [V / ranks, D]; `peers`: the ranks that share them."""
+    """`embed`, `head` [V / ranks, D]; `peers`: the ranks that share them. `apart`: every rank asks
+    for words of its own."""
 
     embed: PackedWeight
     head: PackedWeight
     peers: Peers = ALONE
+    apart: bool = False
 
     def words(self, ids: Tensor, ops: PhaseOps) -> Tensor:
         """Embeddings [T, D] of ids [T] int64."""
@@ -30,10 +33,12 @@ class Ends:
             alone: Tensor = ops.embed(ids, self.embed)
             return alone
         rows = self.embed.shape[0]
+        ids = self.peers.rows(ids) if self.apart else ids
         local = ids - self.peers.rank * rows
         held = (local >= 0) & (local < rows)
         part: Tensor = ops.embed(local.where(held, 0), self.embed)
-        return self.peers.sum(part.where(held.unsqueeze(1), 0))
+        part = part.where(held.unsqueeze(1), 0)
+        return self.peers.sum_rows(part) if self.apart else self.peers.sum(part)
 
     def logits(self, rows: Tensor, linear: Callable[..., Tensor]) -> Tensor:
         """Logits [R, V] of hidden rows [R, D]; `linear`: the op that multiplies by the head."""

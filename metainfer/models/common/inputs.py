@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from metainfer.models.common.spread import Spread
 from metainfer.ops.lora.rows import AdapterRows
 
 
@@ -31,7 +32,10 @@ class GroupInputs:
 
 @dataclass(slots=True)
 class SegmentInputs:
-    """One segment. T tokens (padding included), S sequences, R rows that need logits."""
+    """One segment. T tokens (padding included), S sequences, R rows that need logits.
+
+    `spread`: ranks share the rows of the segment, and these are one rank's.
+    """
 
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
@@ -40,3 +44,4 @@ class SegmentInputs:
     groups: tuple[GroupInputs, ...]
     logit_rows: torch.Tensor | None  # [R] int64; None = every row
     adapters: AdapterRows | None = None  # None: no row has one
+    spread: Spread | None = None

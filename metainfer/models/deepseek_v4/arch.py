@@ -50,6 +50,7 @@ class DeepSeekV4Arch:
     expert is clamped like the routed ones, as deployed engines do (the published code does not).
     `mtp`: the draft layer is loaded and run beside the model. `ranks`: how many share each matrix,
     `expert_ranks`: the experts; of one rank, heads, output groups and ffn are its own.
+    `chunk_heads`: heads that it computes in chunks, where these are not as many (0: they are).
     """
 
     layers: int
@@ -89,6 +90,7 @@ class DeepSeekV4Arch:
     eos_token_ids: tuple[int, ...] = ()
     ranks: int = 1
     expert_ranks: int = 1
+    chunk_heads: int = 0
 
     @property
     def family(self) -> str:
@@ -198,7 +200,10 @@ class DeepSeekV4Arch:
         The indexer's scores are bounded by its own workspace, not by rows times entries.
         """
         streams = 2 * self.streams * self.hidden
-        queries = 2 * self.heads * self.head_dim + self.index_heads * self.index_dim
+        queries = (
+            2 * max(self.heads, self.chunk_heads) * self.head_dim
+            + self.index_heads * self.index_dim
+        )
         routed = 3 * self.ffn * self.experts_per_token + self.hidden
         widest = (streams + 2 * self.hidden + max(queries, routed)) * dtype_bytes
         projected = 4 * (4 * self.head_dim + 4 * self.index_dim + self.index_heads)

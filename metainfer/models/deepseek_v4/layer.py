@@ -28,6 +28,7 @@ class Layer:
     also those of its keys and its head weights (`compress_rows` are their widths).
     """
 
+    number: int
     ratio: int
     attn_op: str
     compress_op: str
@@ -83,6 +84,7 @@ def read_layer(
         return packed[prefix + name]
 
     return Layer(
+        number=layer,
         ratio=ratio,
         attn_op=f"attn_sparse.{kind.value}",
         compress_op=f"compress.{kind.value}",

@@ -5,7 +5,8 @@ latent), R rotated channels, G output groups, E experts, F expert width, V vocab
 Every computation goes through `ops`, the table of implementations that the plan chose for this
 phase; nothing here knows a device, a dtype, a packing or a cache format. Where ranks share the
 model, H, G and F are those of one rank, experts may lie whole on ranks, and `wo_b`, the experts and
-the shared expert give parts of sums; latents, entries and the indexer are on every rank.
+the shared expert give parts of sums; latents, entries and the indexer are on every rank. Where they
+share a chunk's rows, a rank has all heads, in parts, and adds these sums up by itself.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from metainfer.comm.exact import canonical_sum
 from metainfer.comm.peers import SINGLE, Ranks
 from metainfer.core.step import ALL_LAYERS
 from metainfer.kernels.table import PhaseOps
 from metainfer.models.common.ends import Ends
 from metainfer.models.common.inputs import SegmentInputs
+from metainfer.models.common.spread import Part
 from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
 from metainfer.models.deepseek_v4.layer import Layer, read_layer
 from metainfer.ops.linear.packed import PackedWeight
@@ -37,7 +41,7 @@ class Hidden:
 
 
 class DeepSeekV4Model:
-    """Holds weights; `forward` runs one segment, `logits` the head."""
+    """Holds weights; `forward` runs one segment, `logits` the head. `parts`: see `for_prompts`."""
 
     def __init__(
         self,
@@ -47,13 +51,32 @@ class DeepSeekV4Model:
         cos_sin: Tensor,
         compress_cos_sin: Tensor,
         ranks: Ranks = SINGLE,
+        parts: Sequence[Part] = (),
     ) -> None:
         self.arch, self.ranks = arch, ranks
-        self.ends = Ends(packed["embed"], packed["lm_head"], ranks.tensor)
+        words = ranks.prompts if len(parts) > 1 else ranks.tensor
+        self.ends = Ends(packed["embed"], packed["lm_head"], words, apart=bool(parts))
         self.norm = plain["norm"]
         self.collapse = tuple(plain[f"hc_head_{leaf}"] for leaf in ("fn", "base", "scale"))
         self.tables = (cos_sin, compress_cos_sin)  # [M, R] float32 each
         self.layers = [read_layer(arch, i, packed, plain, self.tables) for i in range(arch.layers)]
+        self.others = [
+            [read_layer(arch, i, *part, self.tables) for i in range(arch.layers)]
+            for part in parts[1:]
+        ]
+
+    def for_prompts(self, parts: Sequence[Part], ranks: Ranks) -> DeepSeekV4Model:
+        """The same model for chunks whose rows ranks share: over the same tables, and weights that
+        include `parts`, one of each rank that decodes share, in rank order."""
+        packed = {"embed": self.ends.embed, "lm_head": self.ends.head}
+        return DeepSeekV4Model(
+            self.arch,
+            {**parts[0][0], **packed},
+            parts[0][1],
+            *self.tables,
+            ranks.of_prompts(),
+            parts,
+        )
 
     @property
     def table_bytes(self) -> int:
@@ -83,6 +106,10 @@ class DeepSeekV4Model:
     def logits(self, hidden: Hidden, inputs: SegmentInputs, ops: PhaseOps) -> Tensor:
         """Logits [R, V] of the rows that need them, in float32 as the recipe has them."""
         rows = hidden.normed if inputs.logit_rows is None else hidden.normed[inputs.logit_rows]
+        return self.head(rows, ops)
+
+    def head(self, rows: Tensor, ops: PhaseOps) -> Tensor:
+        """Logits [R, V] of normed rows [R, D]."""
         return self.ends.logits(rows, ops.linear_f32)
 
     def run(
@@ -127,12 +154,15 @@ class DeepSeekV4Model:
     def _attention(
         self, x: Tensor, layer: Layer, caches: Caches, inputs: SegmentInputs, ops: PhaseOps
     ) -> Tensor:
-        arch, tokens = self.arch, x.shape[0]
+        arch, tokens, parts = self.arch, x.shape[0], self._parts(layer)
+        kept, spread = caches, inputs.spread
+        if spread is not None:
+            caches = spread.borrow_all(caches)
         local, groups = caches["local"], inputs.groups
         table = layer.cos_sin
         qr, kv = ops.linear(x, layer.wqkv).split((arch.q_rank, arch.head_dim), dim=-1)
         qr = ops.at("rmsnorm.q")(qr, layer.q_norm, arch.norm_eps)  # [T, q_rank]
-        q = ops.linear(qr, layer.wq_b).view(tokens, arch.heads, arch.head_dim)
+        q = _beside([ops.linear(qr, part.wq_b) for part in parts]).view(tokens, -1, arch.head_dim)
         q = ops.latent_qkv(
             q,
             kv,
@@ -144,11 +174,13 @@ class DeepSeekV4Model:
             eps=arch.norm_eps,
             norm_q=True,
         )
+        if spread is not None:
+            spread.share(local, kept["local"])
         where = (inputs.query_start, inputs.context_lens)
         entries = caches.get("entries")
         selected = None
         if entries is not None:
-            selected = self._compress(x, qr, layer, caches, inputs, ops)
+            selected = self._compress(x, qr, layer, caches, kept, inputs, ops)
         o = ops.at(layer.attn_op)(
             q,
             local,
@@ -156,7 +188,7 @@ class DeepSeekV4Model:
             entries,
             None if entries is None else groups[entries.group].pages,
             selected,
-            layer.sinks,
+            _beside([part.sinks for part in parts]),
             table,
             inputs.positions,
             *where,
@@ -164,9 +196,19 @@ class DeepSeekV4Model:
             window=arch.window,
             ratio=layer.ratio,
         )  # [T, H, d]
-        z = ops.out_group(o, layer.wo_a, groups=arch.o_groups)  # [T, G * o_rank]
-        y: Tensor = ops.linear(z, layer.wo_b)
-        return self.ranks.tensor.sum(y)
+        found = []
+        for part, heads in zip(parts, o.chunk(len(parts), dim=1), strict=True):
+            z = ops.out_group(heads, part.wo_a, groups=arch.o_groups)  # [T, G * o_rank]
+            found.append(ops.linear(z, part.wo_b))
+        return self._sum(found)
+
+    def _parts(self, layer: Layer) -> list[Layer]:
+        """`layer`, and what the other ranks hold of it where that is here too."""
+        return [layer, *(part[layer.number] for part in self.others)]
+
+    def _sum(self, parts: list[Tensor]) -> Tensor:
+        """What ranks hold parts of; those that are here are added as ranks would add them."""
+        return self.ranks.tensor.sum(parts[0]) if len(parts) == 1 else canonical_sum(parts)
 
     def _compress(
         self,
@@ -174,12 +216,14 @@ class DeepSeekV4Model:
         qr: Tensor,
         layer: Layer,
         caches: Caches,
+        kept: Caches,
         inputs: SegmentInputs,
         ops: PhaseOps,
     ) -> Tensor | None:
         """Write the entries of windows that close; [T, top_k] entries chosen by the indexer, or
-        None where every visible one is read."""
-        arch, groups = self.arch, inputs.groups
+        None where every visible one is read. `kept`: where a request stays, of which `caches` are
+        copies while ranks share its rows."""
+        arch, groups, spread = self.arch, inputs.groups, inputs.spread
         assert layer.compress is not None and layer.entry is not None
         rows = ops.linear_f32(x, layer.compress)  # [T, 2 C (+ 4 C' + heads)]
         kv, gate, *index = rows.split(layer.compress_rows, dim=-1)
@@ -187,6 +231,9 @@ class DeepSeekV4Model:
 
         def write(op: Any, kv: Tensor, gate: Tensor, parts: Any, name: str, state: str) -> None:
             pages, raw = caches[name], caches[state]
+            if spread is not None:
+                biased = gate + parts.ape.to(gate.dtype)[inputs.positions % layer.ratio]
+                edges = spread.edges(raw, torch.stack((kv, biased), dim=1).to(raw.data.dtype))
             op(
                 kv,
                 gate,
@@ -202,6 +249,9 @@ class DeepSeekV4Model:
                 overlap=layer.index is not None,
                 eps=arch.norm_eps,
             )
+            if spread is not None:
+                spread.share(pages, kept[name])
+                spread.keep(kept[state], edges)
 
         write(ops.at(layer.compress_op), kv, gate, layer.entry, "entries", "rows")
         if layer.index is None or layer.index_q is None:
@@ -235,8 +285,10 @@ class DeepSeekV4Model:
                 x, layer.gate, layer.bias, top_k=arch.experts_per_token, scale=arch.routed_scale
             )
         limit = arch.limit if arch.clamp_shared else 0.0
-        hidden = ops.swiglu_clamp(ops.linear(x, layer.shared13), limit)
-        shared: Tensor = ops.linear(hidden, layer.shared2)
+        shared: list[Tensor] = []
+        for part in self._parts(layer):
+            hidden = ops.swiglu_clamp(ops.linear(x, part.shared13), limit)
+            shared.append(ops.linear(hidden, part.shared2))
         ranks = self.ranks
         if ranks.domains.size > 1:  # the tokens of all domains meet at the experts
             x, ids, weights = (ranks.domains.rows(part) for part in (x, ids, weights))
@@ -244,8 +296,8 @@ class DeepSeekV4Model:
             ids = self._held(ids)
         routed: Tensor = ops.moe_experts(x, ids, weights, layer.w13, layer.w2, limit=arch.limit)
         if ranks.domains.size == 1:
-            return ranks.tensor.sum(routed + shared)
-        return self._own(routed) + ranks.tensor.sum(shared)
+            return ranks.tensor.sum(routed + shared[0])
+        return self._own(routed) + self._sum(shared)
 
     def _held(self, ids: Tensor) -> Tensor:
         """Ids as this rank numbers the experts that it holds; -1 for those of others."""
@@ -259,3 +311,8 @@ class DeepSeekV4Model:
         if expert.size == domains.size:
             return expert.sum_rows(routed)
         return expert.sum(routed).view(domains.size, -1, routed.shape[1])[domains.rank]
+
+
+def _beside(parts: list[Tensor]) -> Tensor:
+    """Parts of heads, side by side in the last dimension."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

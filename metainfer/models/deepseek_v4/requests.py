@@ -89,7 +89,8 @@ class _Requests:
     def attention(self, page_tokens: int) -> None:
         arch = self.arch
         csa, hca = arch.kinds.count("csa"), arch.kinds.count("hca")
-        head = {"hq": arch.heads, "d": arch.head_dim, "rotated": arch.rope_dim}
+        here = arch.chunk_heads if self.phase is Phase.CHUNK and arch.chunk_heads else arch.heads
+        head = {"hq": here, "d": arch.head_dim, "rotated": arch.rope_dim}
         seqs = self.rows if self.phase in (Phase.DECODE, Phase.VERIFY) else 1
         context = min(arch.max_context, TYPICAL_CONTEXT)
         span = {**head, "seqs": seqs, "context": context, "window": arch.window}
@@ -111,7 +112,7 @@ class _Requests:
         self.ask("attn_sparse", {**span, **sparse}, csa, "selected", site="attn_sparse.csa")
         dense = {"ratio": arch.hca, "page": page_tokens // arch.hca}
         self.ask("attn_sparse", {**span, **dense}, hca, "entries", site="attn_sparse.hca")
-        group = {**head, "groups": arch.o_groups, "n": arch.o_rank}
+        group = {**head, "hq": arch.heads, "groups": arch.o_groups, "n": arch.o_rank}
         self.ask("out_group", group, arch.layers)
 
     def experts(self) -> None:

@@ -3,7 +3,8 @@
 Shapes: T tokens, Hq/Hkv query/KV heads, D head width, H hidden, F mlp width, V vocabulary.
 Every computation goes through `ops`, the table of implementations that the plan chose for this
 phase; nothing here knows a device, a dtype or a packing. Where ranks share the model, Hq, Hkv and F
-are those of one rank, and `o` and `down` give parts of a sum.
+are those of one rank, and `o` and `down` give parts of a sum. Where they share a chunk's rows, a
+rank has the parts of all of them, and adds the sum up by itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from metainfer.comm.exact import canonical_sum
 from metainfer.comm.peers import SINGLE, Ranks
 from metainfer.core.step import ALL_LAYERS
 from metainfer.kernels.table import PhaseOps
@@ -21,6 +23,7 @@ from metainfer.kv.store.pools import PagedLayerCache
 from metainfer.models.common.ends import Ends
 from metainfer.models.common.inputs import SegmentInputs
 from metainfer.models.common.lowrank import LowRankPairs, adapt
+from metainfer.models.common.spread import Part
 from metainfer.models.dense.arch import DenseArch
 from metainfer.ops.linear.packed import PackedWeight
 
@@ -43,7 +46,10 @@ class DenseLayer:
 
 
 class DenseModel:
-    """Holds weights; `forward` runs one segment, `logits` the head."""
+    """Holds weights; `forward` runs one segment, `logits` the head.
+
+    `parts`: see `for_prompts`.
+    """
 
     def __init__(
         self,
@@ -52,26 +58,28 @@ class DenseModel:
         plain: Mapping[str, torch.Tensor],
         cos_sin: torch.Tensor,
         ranks: Ranks = SINGLE,
+        parts: Sequence[Part] = (),
     ) -> None:
         self.arch = arch
         self.cos_sin = cos_sin  # [M, R] float32
         self.peers = ranks.tensor
-        self.ends = Ends(packed["embed"], packed["lm_head"], ranks.tensor)
+        words = ranks.prompts if len(parts) > 1 else ranks.tensor
+        self.ends = Ends(packed["embed"], packed["lm_head"], words, apart=bool(parts))
         self.norm = plain["norm"]
-        self.layers = [
-            DenseLayer(
-                attn_norm=plain[f"layers.{i}.attn_norm"],
-                qkv=packed[f"layers.{i}.qkv"],
-                q_norm=plain.get(f"layers.{i}.q_norm"),
-                k_norm=plain.get(f"layers.{i}.k_norm"),
-                o=packed[f"layers.{i}.o"],
-                mlp_norm=plain[f"layers.{i}.mlp_norm"],
-                gate_up=packed[f"layers.{i}.gate_up"],
-                down=packed[f"layers.{i}.down"],
-                window=arch.windows[i],
-            )
-            for i in range(arch.layers)
-        ]
+        self.parts = [_layers(arch, *part) for part in parts or ((packed, plain),)]
+
+    @property
+    def layers(self) -> list[DenseLayer]:
+        """The layers, in the first part of the matrices."""
+        return self.parts[0]
+
+    def for_prompts(self, parts: Sequence[Part], ranks: Ranks) -> DenseModel:
+        """The same model for chunks whose rows ranks share: over the same tables, and weights that
+        include `parts`, one of each rank that decodes share, in rank order."""
+        packed = {"embed": self.ends.embed, "lm_head": self.ends.head}
+        return DenseModel(
+            self.arch, packed, {"norm": self.norm}, self.cos_sin, ranks.of_prompts(), parts
+        )
 
     def use_adapters(self, pairs: Mapping[str, LowRankPairs]) -> None:
         """From now on rows may have adapters; `pairs` by `WeightSpec.name`."""
@@ -100,10 +108,13 @@ class DenseModel:
         residual = self.ends.words(inputs.ids, ops)  # [T, H]
         x: torch.Tensor = ops.rmsnorm(residual, self._norm_of(0), eps)
         for index in range(last):
-            layer = self.layers[index]
-            y = self._attention(x, layer, caches[index]["kv"], inputs, ops)
-            x, residual = ops.add_rmsnorm(y, residual, layer.mlp_norm, eps)
-            y = self.peers.sum(_mlp(x, layer, inputs, ops))
+            layers, cache = [part[index] for part in self.parts], caches[index]["kv"]
+            found = [
+                self._attention(x, at, layers, cache, inputs, ops) for at in range(len(layers))
+            ]
+            y = self._sum(found)
+            x, residual = ops.add_rmsnorm(y, residual, layers[0].mlp_norm, eps)
+            y = self._sum([_mlp(x, layer, inputs, ops) for layer in layers])
             x, residual = ops.add_rmsnorm(y, residual, self._norm_of(index + 1), eps)
         return x
 
@@ -114,17 +125,26 @@ class DenseModel:
     def logits(self, hidden: torch.Tensor, inputs: SegmentInputs, ops: PhaseOps) -> torch.Tensor:
         """Logits [R, V] of the rows that need them, from `forward`'s result [T, H]."""
         rows = hidden if inputs.logit_rows is None else hidden[inputs.logit_rows]
+        return self.head(rows, ops)
+
+    def head(self, rows: torch.Tensor, ops: PhaseOps) -> torch.Tensor:
+        """Logits [R, V] of normed rows [R, H]."""
         return self.ends.logits(rows, ops.linear)
+
+    def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """What ranks hold parts of; those that are here are added as ranks would add them."""
+        return self.peers.sum(parts[0]) if len(parts) == 1 else canonical_sum(parts)
 
     def _attention(
         self,
         x: torch.Tensor,
-        layer: DenseLayer,
+        part: int,
+        layers: Sequence[DenseLayer],
         cache: PagedLayerCache,
         inputs: SegmentInputs,
         ops: PhaseOps,
     ) -> torch.Tensor:
-        arch, tokens = self.arch, x.shape[0]
+        arch, tokens, layer = self.arch, x.shape[0], layers[part]
         qkv: Any = ops.linear(x, layer.qkv)  # [T, (Hq + 2 Hkv) D]
         adapt(qkv, x, layer.pairs.get("qkv"), inputs, ops)
         q, k, v = qkv.split(arch.qkv_rows, dim=-1)
@@ -136,12 +156,15 @@ class DenseModel:
             q = _per_head_norm(q, layer.q_norm, arch.norm_eps, ops)
             k = _per_head_norm(k, layer.k_norm, arch.norm_eps, ops)
         q, k = ops.rope(q, k, inputs.positions, self.cos_sin, arch.rope.interleaved)
-        group = inputs.groups[cache.group]
-        ops.kv_write(k, v, cache.k, cache.v, group.slots)
+        group, spread = inputs.groups[cache.group], inputs.spread
+        held = cache if spread is None else spread.borrow(cache, part)
+        ops.kv_write(k, v, held.k, held.v, group.slots)
+        if spread is not None:
+            spread.share(held, cache, part)
         out = ops.attn_paged(
             q,
-            cache.k,
-            cache.v,
+            held.k,
+            held.v,
             group.pages,
             inputs.query_start,
             inputs.context_lens,
@@ -149,11 +172,29 @@ class DenseModel:
             window=layer.window,
         )  # [T, Hq, D]
         out = out.view(tokens, arch.heads * arch.head_dim)
-        y = adapt(ops.linear(out, layer.o), out, layer.pairs.get("o"), inputs, ops)
-        return self.peers.sum(y)
+        return adapt(ops.linear(out, layer.o), out, layer.pairs.get("o"), inputs, ops)
 
     def _norm_of(self, index: int) -> torch.Tensor:
         return self.layers[index].attn_norm if index < len(self.layers) else self.norm
+
+
+def _layers(
+    arch: DenseArch, packed: Mapping[str, PackedWeight], plain: Mapping[str, torch.Tensor]
+) -> list[DenseLayer]:
+    return [
+        DenseLayer(
+            attn_norm=plain[f"layers.{i}.attn_norm"],
+            qkv=packed[f"layers.{i}.qkv"],
+            q_norm=plain.get(f"layers.{i}.q_norm"),
+            k_norm=plain.get(f"layers.{i}.k_norm"),
+            o=packed[f"layers.{i}.o"],
+            mlp_norm=plain[f"layers.{i}.mlp_norm"],
+            gate_up=packed[f"layers.{i}.gate_up"],
+            down=packed[f"layers.{i}.down"],
+            window=arch.windows[i],
+        )
+        for i in range(arch.layers)
+    ]
 
 
 def _mlp(x: torch.Tensor, layer: DenseLayer, inputs: SegmentInputs, ops: PhaseOps) -> torch.Tensor:

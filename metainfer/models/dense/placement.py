@@ -28,9 +28,11 @@ _TENSOR: Mapping[str, Cut] = {
 
 
 def cut(spec: WeightSpec, layout: LayoutPlan) -> tuple[Cut, int]:
-    """How a weight is cut and into how many parts."""
+    """How a weight is cut and into how many parts. Of a pair a rank holds every part but of the
+    vocabulary: chunks need them all."""
     found = _TENSOR.get(spec.site, Cut.WHOLE)
-    if found is Cut.WHOLE or layout.tensor == 1:
+    whole = layout.prefill > 1 and spec.site not in ("embed", "linear.lm_head")
+    if found is Cut.WHOLE or layout.tensor == 1 or whole:
         return Cut.WHOLE, 1
     return found, layout.tensor
 

@@ -32,11 +32,13 @@ _TENSOR: Mapping[str, Cut] = {
 
 
 def cut(spec: WeightSpec, layout: LayoutPlan) -> tuple[Cut, int]:
-    """How a weight is cut and into how many parts."""
+    """How a weight is cut and into how many parts. Of a pair a rank holds every part but of
+    experts and vocabulary: chunks need them all."""
     if spec.role == "experts" and layout.expert > 1:
         return Cut.EXPERTS, layout.expert
     found = _TENSOR.get(spec.site, Cut.WHOLE)
-    if found is Cut.WHOLE or layout.tensor == 1:
+    whole = layout.prefill > 1 and spec.site not in ("embed", "linear.lm_head")
+    if found is Cut.WHOLE or layout.tensor == 1 or whole:
         return Cut.WHOLE, 1
     return found, layout.tensor
 
@@ -59,7 +61,7 @@ def objections(arch: DsaArch, layout: LayoutPlan, blocks: Mapping[str, tuple[int
     ]
     for site, extent in _cut_extents(arch):
         role = "experts" if site.startswith("experts.") else "weight"
-        kind, parts = cut(WeightSpec("", site, (), (0,), role=role), layout)
+        kind, parts = cut(WeightSpec("", site, (), (0,), role=role), layout.decoding)
         if kind not in (Cut.ROWS, Cut.COLUMNS):
             continue
         block = blocks.get(site, (1, 1))[0 if kind is Cut.ROWS else 1]

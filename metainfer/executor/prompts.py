@@ -1,0 +1,146 @@
+"""Chunks whose rows ranks share: this rank's rows through the model, its domain's answers out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metainfer.comm.peers import Peers, Place, Ranks
+from metainfer.core.plan import LayoutPlan
+from metainfer.core.step import RunResult, Segment
+from metainfer.executor.sampler import fail_silent, finish_runs
+from metainfer.executor.slots import SlotTable
+from metainfer.executor.spread import Ints, Keeping, Rows, tables
+from metainfer.executor.transfer import to_device
+from metainfer.kernels.table import PhaseOps
+from metainfer.kv.book.spec import GroupSpec
+from metainfer.kv.store.pools import KVStore
+from metainfer.models.common.inputs import GroupInputs, SegmentInputs
+from metainfer.models.common.spread import Part, Spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRanks:
+    """`model` has whole matrices, in `parts` parts; `decoder` is the model of decodes, whose head
+    makes logits. `peers` share the rows; `domain`: this rank's, of `domains`. `moved`: bytes that
+    came from others, by what they were."""
+
+    model: Any
+    decoder: Any
+    store: KVStore
+    groups: Sequence[GroupSpec]
+    device: torch.device
+    peers: Peers
+    domain: int
+    domains: int
+    parts: int
+    keeping: Keeping
+    moved: Counter[str] = field(default_factory=Counter)
+
+    def run(
+        self, segment: Segment, slots: SlotTable, ops: PhaseOps, *, guard: bool
+    ) -> list[RunResult]:
+        """Compute a segment of chunks; results of the runs of this rank's domain."""
+        rows = Rows(segment, self.peers.rank, self.peers.size, self.domain)
+        inputs = self._inputs(rows, slots)
+        hidden = self.model.forward(inputs, self.store.layers, ops, segment.stop_layer)
+        normed: Tensor = self.model.normed(hidden)  # [m, D]
+        own = segment.ranks[self.domain].runs
+        results = [RunResult(run.slot) for run in own]
+        answers = self._answers(rows, normed)
+        if len(answers):
+            logits = self.decoder.head(answers, ops)
+            results = finish_runs(logits, own, slots, ops, guard=guard)
+        if guard:
+            flags = torch.isfinite(normed.flatten(1)).all(dim=1).to(torch.uint8)  # [m]
+            finite = self.peers.rows(flags)[to_device(_rows_of_own(rows), self.device)]
+            fail_silent(finite.bool().tolist(), own, results)
+        return results
+
+    def _answers(self, rows: Rows, normed: Tensor) -> Tensor:
+        """Rows [R, D] of this domain's runs that need logits, whoever computed them."""
+        wanted = [
+            np.arange(rows.starts[n + 1] - each.run.logits, rows.starts[n + 1])
+            for n, each in enumerate(rows.runs)
+        ]
+        mine, places = rows.given(np.concatenate(wanted))
+        if not len(mine):
+            return normed[:0]
+        owned = np.repeat([each.own for each in rows.runs], [len(each) for each in wanted])
+        gathered = self.peers.rows(normed[to_device(mine, self.device)])
+        return gathered[to_device(places[owned], self.device)]
+
+    def _inputs(self, rows: Rows, slots: SlotTable) -> SegmentInputs:
+        found = tables(rows, self.groups, slots, self.keeping)
+        pieces = rows.pieces()
+        begins = rows.starts[pieces.start : pieces.stop + 1].clip(rows.begin, rows.end)
+        ends = rows.starts[pieces.start + 1 : pieces.stop + 1].clip(rows.begin, rows.end)
+        lens = rows.positions[ends - 1] + 1
+        groups = tuple(
+            GroupInputs(
+                None if pages is None else to_device(pages, self.device),
+                to_device(where, self.device),
+            )
+            for pages, where, _ in found
+        )
+        parts = [
+            [each.of_part(part, rows.rank, self.keeping, self.device) for *_, each in found]
+            for part in range(self.parts)
+        ]
+        positions = rows.padded(rows.positions[rows.begin : rows.end], 0)
+        starts = begins - rows.begin if len(pieces) else np.zeros(1, np.int64)
+        return SegmentInputs(
+            to_device(rows.ids(), self.device),
+            to_device(positions, self.device),
+            to_device(starts.astype(np.int32), self.device),
+            to_device(lens.astype(np.int32), self.device),
+            groups,
+            None,
+            spread=Spread(self.peers, parts, self.moved),
+        )
+
+
+def prompt_ranks(
+    model: Any,
+    parts: Sequence[Part],
+    store: KVStore,
+    groups: Sequence[GroupSpec],
+    place: Place | None,
+    ranks: Ranks,
+    device: torch.device,
+) -> PromptRanks | None:
+    """Beside the `model` of decodes, where a layout's ranks share the rows of chunks; else None."""
+    if place is None or place.layout.prefill == 1:
+        return None
+    return PromptRanks(
+        model=model.for_prompts(parts, ranks),
+        decoder=model,
+        store=store,
+        groups=groups,
+        device=device,
+        peers=ranks.prompts,
+        domain=place.domain,
+        domains=place.layout.data,
+        parts=len(parts),
+        keeping=_keeping(place.layout, groups),
+    )
+
+
+def _keeping(layout: LayoutPlan, groups: Sequence[GroupSpec]) -> Keeping:
+    """Where a request's cache lies; one latent for all heads is on every rank of a domain."""
+    if layout.data > 1:
+        return Keeping.DOMAINS
+    by_heads = all(group.form.parts == 2 for group in groups)
+    return Keeping.HEADS if by_heads else Keeping.EVERYWHERE
+
+
+def _rows_of_own(rows: Rows) -> Ints:
+    """Rows of the segment that belong to this rank's domain, in order."""
+    owned = np.array([each.own for each in rows.runs], np.bool_)
+    return np.flatnonzero(owned[rows.run_of])
