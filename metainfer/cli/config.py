@@ -174,6 +174,7 @@ EXAMPLES = {
     "--memory-share": "0.9",
     "--model": "smollm2-135m",
     "--model-option": "NAME=VALUE",
+    "--only": "rmsnorm",
     "--op": "attn_paged=torch",
     "--parallel": "tp8",
     "--platform": "cpu",

@@ -16,6 +16,7 @@ def app() -> App:
     """``tune`` with its verbs."""
     group = App(name="tune", help="Measure this machine and keep what plans here follow.")
     group.command(capacity, name="capacity")
+    group.command(kernels, name="kernels")
     return group
 
 
@@ -44,6 +45,53 @@ def capacity(
     options = CapacityOptions(seconds=seconds, seed=seed, keep=not dry_run)
     document = run(engine.intent(model), options, _log)
     return Result(document, capacity_text(document))
+
+
+def kernels(
+    model: Annotated[str, Parameter(help="folder, .gguf file, cached name, or catalogue name")],
+    /,
+    *,
+    only: Annotated[
+        tuple[str, ...], Parameter(name="--only", help="an op; may be repeated. Default: all")
+    ] = (),
+    rounds: Annotated[int, Parameter(name="--rounds", help="samples of each candidate")] = 15,
+    seed: Annotated[int, Parameter(name="--seed", help="of inputs, and of the order")] = 0,
+    dry_run: Annotated[
+        bool, Parameter(name="--dry-run", negative=(), help="measure, and keep no record")
+    ] = False,
+    engine: EngineFlags = NO_FLAGS,
+    as_json: Json = False,
+) -> Result:
+    """How the plan's kernels are launched best on this class of cards: plans here follow it.
+
+    Example: metainfer tune kernels smollm2-135m --only rmsnorm
+    """
+    from metainfer.bench.kernels import KernelOptions, run
+
+    if rounds < 3:
+        raise UsageError("--rounds must be at least 3: a median needs a spread.")
+    options = KernelOptions(rounds=rounds, seed=seed, keep=not dry_run, ops=only)
+    document = run(engine.intent(model), options, _log)
+    return Result(document, kernels_text(document))
+
+
+def kernels_text(document: dict[str, Any]) -> str:
+    """What each kernel is launched with, and how many settings were timed or refused."""
+    lines = []
+    for row in document["tuned"]:
+        timed = sum("median" in each for each in row["candidates"])
+        refused = len(row["candidates"]) - timed
+        for kept in row["kept"]:
+            setting = " ".join(f"{name}={value}" for name, value in kept["setting"].items())
+            lines.append(
+                f"{row['site']} in {row['phase']}: {kept['impl']} {setting}, "
+                f"{kept['seconds'] * 1e6:,.1f} µs; {timed} timed, {refused} refused"
+            )
+    lines += [
+        f"{row['site']} in {row['phase']}: not tuned, {row['reason']}"
+        for row in document["skipped"]
+    ]
+    return "\n".join(lines) or "no kernel of this plan has a setting to tune"
 
 
 def capacity_text(document: dict[str, Any]) -> str:

@@ -126,11 +126,14 @@ class AdapterPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPlan:
-    """The implementation at one site in one phase."""
+    """The implementation at one site in one phase. `setting`: how a record says to launch it;
+    `tuned`: what that record is of, empty where nothing was tuned."""
 
     impl: str
     quality: str
     evidence: str
+    setting: Mapping[str, object] = field(default_factory=dict)
+    tuned: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,15 @@ class RecordStore:
             return None
         return Record(kind, key, entry["payload"], entry["conditions"])
 
+    def of(self, other: Fingerprint) -> RecordStore:
+        """The records of another machine, or class of machines, beside these."""
+        return RecordStore(self._root, other)
+
+    def all(self, kind: str) -> list[Record]:
+        """Every record of a kind, by key. Raises as `get`."""
+        found = sorted(self._load(kind).items())
+        return [Record(kind, key, e["payload"], e["conditions"]) for key, e in found]
+
     def put(self, record: Record) -> None:
         """Add or replace one record. Where none can be written, a warning says so: the next start
         measures again."""

@@ -18,10 +18,12 @@ from metainfer.core.errors import UserError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Loser, Origin
 from metainfer.core.records import Record, RecordStore
+from metainfer.kernels import tuning
 from metainfer.kernels.evidence import Qualification, evidence_for
-from metainfer.kernels.impl import Evidence, Impl, Layout
+from metainfer.kernels.impl import Evidence, Impl, Layout, OpRequest
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import Policy
+from metainfer.kernels.tuning import Tuned, Tunings
 from metainfer.ops.catalog import builtin_registry
 from metainfer.planner import calibration, needs
 from metainfer.planner.calibration import Calibration
@@ -54,6 +56,7 @@ class Machine:
     store: RecordStore
     fingerprint: str
     qualified: dict[str, Qualification] = field(default_factory=dict)
+    _tunings: Tunings | None = None
 
     def torch_device(self) -> torch.device:
         import torch
@@ -76,6 +79,7 @@ class Machine:
             allow_fallback=frozenset(intent.allow_fallback),
             min_evidence=Evidence.NONE,
             disproven={q.impl: q.reasons for q in self.qualified.values() if not q.passed},
+            tuned=self.tuned,
         )
         return resolve(
             intent,
@@ -88,6 +92,20 @@ class Machine:
             needs=self.step_needs,
             emulation=emulation_of(intent),
         )
+
+    def tuned(self, impl: Impl, request: OpRequest) -> Tuned | None:
+        """How `impl` is launched for `request`, by records of this class of cards or a near one."""
+        if self._tunings is None:
+            card = tuning.card_class(self.facts)
+            sources = {
+                each.id: source_digest(each) for each in self.registry.impls() if each.settings
+            }
+            self._tunings = tuning.read(self.store.of(card), card, sources)
+        return self._tunings.find(impl, request, self.facts.device.units)
+
+    def forget_tunings(self) -> None:
+        """Records were written: read them again."""
+        self._tunings = None
 
     def step_times(self, key: str) -> Calibration | None:
         """This machine's record of measured steps (`planner.calibration`), if there is one."""
@@ -181,7 +199,12 @@ def open_machine(platform: str | None = None) -> Machine:
 
 
 def _key(impl: Impl, dtype: str) -> str:
-    return f"{impl.id}:{dtype}:{_source_digest(impl.load.partition(':')[0].rpartition('.')[0])}"
+    return f"{impl.id}:{dtype}:{source_digest(impl)}"
+
+
+def source_digest(impl: Impl) -> str:
+    """Changes with any source of the package that an implementation lives in."""
+    return _source_digest(impl.load.partition(":")[0].rpartition(".")[0])
 
 
 @cache

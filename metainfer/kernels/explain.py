@@ -14,6 +14,14 @@ def rows(choices: Selection | Iterable[Choice]) -> list[dict[str, object]]:
     return [_row(choice) for choice in listed]
 
 
+def tuned_json(choice: Choice) -> dict[str, object]:
+    """How a choice is launched by a record, and what the record was borrowed from; else nothing."""
+    tuned = choice.tuned
+    if tuned is None:
+        return {}
+    return {"setting": dict(tuned.values), "tuned": tuned.text}
+
+
 def summary(choices: Sequence[Choice]) -> str:
     """One line: how many operations run on reference or merely compatible paths."""
     total = len(choices)
@@ -27,6 +35,9 @@ def summary(choices: Sequence[Choice]) -> str:
     slower = [choice.slowdown for choice in choices if choice.slowdown and choice.slowdown > 1.0]
     if slower:
         parts.append(f"{len(slower)} slower than the fastest known by up to {max(slower):.2f}x")
+    borrowed = sum(bool(choice.tuned and choice.tuned.source) for choice in choices)
+    if borrowed:
+        parts.append(f"{borrowed} run with settings tuned for other shapes or cards (tune kernels)")
     return "; ".join(parts) or f"all {total} operations are native"
 
 
@@ -76,6 +87,7 @@ def _row(choice: Choice) -> dict[str, object]:
             "impl": choice.impl.id,
             "quality": choice.quality.value,
             "evidence": choice.evidence.value,
+            **tuned_json(choice),
         },
         "why": choice.why,
         "rejected": [

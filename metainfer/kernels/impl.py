@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Verdict
@@ -83,6 +84,20 @@ class Context:
 Condition = Callable[[Context], Verdict]
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to launch an implementation: keyword arguments of its function (numbers, or tables
+    of numbers), and the shared memory that a block then takes."""
+
+    values: Mapping[str, Any]
+    shared_bytes: int = 0
+
+    @property
+    def text(self) -> str:
+        """As people read it."""
+        return " ".join(f"{name}={value}" for name, value in self.values.items()) or "default"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Impl:
     """One candidate for one op.
@@ -92,7 +107,8 @@ class Impl:
     under which it runs on the device's own instructions for its element type; empty means it is a
     portable path (`COMPATIBLE`). `cost`: predicted seconds of one call, for ranking and for the
     slowdown column. `tile`: facts read from the same table that the kernel compiles from.
-    `priority` breaks ties between equal costs, higher first.
+    `settings`: what its function may be launched with, for `tune kernels`; the first is what it
+    does by itself. `priority` breaks ties between equal costs, higher first.
     """
 
     op: str
@@ -109,6 +125,7 @@ class Impl:
     graph_safe: bool = False
     cost: Callable[[Context], float | None] | None = None
     tile: Mapping[str, int] = field(default_factory=dict)
+    settings: Callable[[Context], tuple[Setting, ...]] | None = None
     priority: int = 0
 
     @property

@@ -11,7 +11,7 @@ Runs once, at start; the hot path looks a name up in the table made from the res
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from metainfer.core.errors import RefusedError, UsageError
@@ -20,6 +20,7 @@ from metainfer.kernels.bundles import candidate_layouts, check_pins, roles_of
 from metainfer.kernels.impl import Context, Evidence, Impl, Numerics, OpRequest, Quality
 from metainfer.kernels.refusal import refusal, unserved_reasons
 from metainfer.kernels.registry import Registry
+from metainfer.kernels.tuning import Tuned, nothing_tuned
 from metainfer.platform.facts import Facts
 
 
@@ -32,7 +33,9 @@ class Policy:
     for which a `REFERENCE` implementation may be chosen by ``auto``; ``all`` allows every one.
     `min_evidence`: the weakest evidence that ``auto`` accepts. `disproven`: id -> how its cases
     failed on this machine; not even a pin takes it. `allow_lossy`: ids opted in.
-    `measured`: (implementation id, phase) -> seconds from a record of this machine.
+    `measured`: (implementation id, phase) -> seconds from a record of this machine. `tuned`: how
+    an implementation is launched for a request, from records, and its seconds where it was measured
+    for the very shape.
     """
 
     pins: Mapping[str, str] = field(default_factory=dict)
@@ -43,6 +46,7 @@ class Policy:
     disproven: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     allow_lossy: frozenset[str] = frozenset()
     measured: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    tuned: Callable[[Impl, OpRequest], Tuned | None] = nothing_tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The winner at one (site, phase). `slowdown`: its cost over that of the cheapest known
-    implementation, rejected ones included; None where either cost is unknown."""
+    implementation, rejected ones included; None where either cost is unknown. `tuned`: how it is
+    launched, where a record says."""
 
     request: OpRequest
     impl: Impl
@@ -67,6 +72,7 @@ class Choice:
     rejected: tuple[Candidate, ...]
     seconds: float | None = None
     slowdown: float | None = None
+    tuned: Tuned | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +312,9 @@ def _seconds(impl: Impl, context: Context, policy: Policy) -> float | None:
     measured = policy.measured.get((impl.id, context.request.phase.value))
     if measured is not None:
         return measured
+    tuned = policy.tuned(impl, context.request)
+    if tuned is not None and tuned.seconds is not None:
+        return tuned.seconds
     return impl.cost(context) if impl.cost is not None else None
 
 
@@ -335,6 +344,7 @@ def _choice(
         losers,
         own,
         slowdown,
+        policy.tuned(impl, context.request),
     )
 
 
@@ -396,7 +406,9 @@ def _why(
 ) -> str:
     if len(eligible) == 1:
         return "the only one that can run here"
-    if (winner.id, context.request.phase.value) in policy.measured:
+    tuned = policy.tuned(winner, context.request)
+    measured = tuned is not None and tuned.seconds is not None
+    if measured or (winner.id, context.request.phase.value) in policy.measured:
         return "fastest by this machine's record"
     device = context.facts.device
     if costs[winner.name] is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from metainfer.core.errors import InternalError
@@ -169,6 +170,8 @@ class OpTable:
         for choice in self.choices:
             request, impl = choice.request, choice.impl
             function = impl.resolve()
+            if choice.tuned is not None:
+                function = partial(function, **choice.tuned.values)
             if trace is not None:
                 function = trace.wrap(function, request.phase, request.site, impl.id)
             phases.setdefault(request.phase, {})[request.site] = (choice, function)

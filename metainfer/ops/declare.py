@@ -14,7 +14,7 @@ from metainfer.kernels.conditions import (
     package,
     weight_schemes,
 )
-from metainfer.kernels.impl import Context, Impl
+from metainfer.kernels.impl import Context, Impl, Setting
 
 FLOATS = frozenset({"float32", "bfloat16", "float16", "float64"})
 SHORT = frozenset({"float32", "bfloat16", "float16"})
@@ -110,6 +110,14 @@ def portable(op: str, load: str, **more: Any) -> Impl:
 def reference(op: str, load: str, **more: Any) -> Impl:
     """The reference: any device, every float type."""
     return _impl(op, load, "reference", {"name": "ref", "dtypes": FLOATS} | more)
+
+
+def thread_settings(context: Context) -> tuple[Setting, ...]:
+    """Numbers of threads of a C kernel: all that torch has (0), and fewer: short work costs less
+    than to wake them."""
+    cores = context.facts.host.usable_cores or 1
+    counts = [count for count in (1, 2, 4, 8, 16) if count < cores]
+    return tuple(Setting({"threads": count}) for count in (0, *counts))
 
 
 def _impl(op: str, load: str, provider: str, fields: dict[str, Any]) -> Impl:

@@ -7,8 +7,10 @@ kernel known only to compile becomes eligible by passing. Inputs are fresh, outp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -116,21 +118,33 @@ def check(
 
 
 def run_case(
-    impl: Impl, case: Case, dtype: str, device: torch.device | str, registry: Registry
+    impl: Impl,
+    case: Case,
+    dtype: str,
+    device: torch.device | str,
+    registry: Registry,
+    values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Outcome:
-    """`check`, with the numbers."""
-    kind = DTYPES[dtype]
+    """`check`, with the numbers. `values`: of a setting of `impl`, its own default without."""
     rounded = held(case.args, impl.requires_layout, dtype)
     try:
-        given = _placed(rounded, device, lambda w: _pack(w, impl, registry, kind, device))
-        given = _sliced(given, case.fused)
+        given = given_args(impl, case, dtype, device, registry)
         with poisoned():
-            mine = _results(impl.resolve(), case, given)
+            mine = _results(partial(impl.resolve(), **values), case, given)
     except (RuntimeError, TypeError, ValueError, LookupError, MetaInferError, OSError) as error:
         message = str(error).strip().splitlines() or [""]
         text = f"{case.name}: {type(error).__name__}: {message[0]}"
         return Outcome(case, reject("raised", text, case=case.name))
     return judge(case, rounded, mine, given, dtype, device)
+
+
+def given_args(
+    impl: Impl, case: Case, dtype: str, device: torch.device | str, registry: Registry
+) -> tuple[Any, ...]:
+    """The arguments of `case` as `impl` gets them: rounded, on `device`, weights packed."""
+    kind, rounded = DTYPES[dtype], held(case.args, impl.requires_layout, dtype)
+    given = _placed(rounded, device, lambda w: _pack(w, impl, registry, kind, device))
+    return _sliced(given, case.fused)
 
 
 def judge(

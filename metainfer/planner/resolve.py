@@ -343,7 +343,11 @@ class _Resolver:
             bundle=dict(selection.bundle.layouts),
             ops={
                 f"{c.request.site}@{c.request.phase.value}": OpPlan(
-                    impl=c.impl.id, quality=c.quality.value, evidence=c.evidence.value
+                    impl=c.impl.id,
+                    quality=c.quality.value,
+                    evidence=c.evidence.value,
+                    setting={} if c.tuned is None else c.tuned.values,
+                    tuned="" if c.tuned is None else c.tuned.text,
                 )
                 for c in selection.bundle.choices
             },

@@ -167,6 +167,7 @@ HEAVY = (
     "executor.peaks",
     "executor.prompts",
     "executor.sampler",
+    "executor.static",
     "executor.spread",
     "executor.transfer",
     "kv.store.*",

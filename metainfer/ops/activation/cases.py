@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metainfer.kernels.impl import OpRequest
 from metainfer.ops.activation.ref import swiglu, swiglu_clamp
 from metainfer.ops.case import Case, generator, normal
 from metainfer.ops.common import wide
@@ -60,6 +61,14 @@ def _clamped_below(gate_up: Tensor, limit: float) -> Tensor:
     return swiglu_clamp(torch.cat((low, up), dim=-1), limit)
 
 
+def shaped(request: OpRequest, rows: int, seed: int) -> Case:
+    """The request's shape at `rows` rows."""
+    f = request.shape["f"]
+    x = normal(generator(seed), rows, 2 * f, scale=2.0)
+    return Case(op="swiglu", name=f"{rows}x{f}", args=(x,), shape={"rows": rows, "f": f})
+
+
+SHAPED = {"swiglu": shaped}
 CASES = {"swiglu": cases, "swiglu_clamp": clamp_cases}
 REFERENCES = {"swiglu": swiglu, "swiglu_clamp": swiglu_clamp}
 RECIPES = {"swiglu": recipe, "swiglu_clamp": clamp_recipe}

@@ -34,7 +34,7 @@ def _function(defines: tuple[str, ...]) -> Callable[..., None]:
     return function
 
 
-def swiglu(gate_up: Tensor, *, defines: tuple[str, ...] = ()) -> Tensor:
+def swiglu(gate_up: Tensor, *, threads: int = 0, defines: tuple[str, ...] = ()) -> Tensor:
     """``silu(gate_up[:, :F]) * gate_up[:, F:]``: [T, 2F], any row stride -> [T, F]."""
     if gate_up.dtype != torch.float32 or gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise InternalError(
@@ -50,6 +50,6 @@ def swiglu(gate_up: Tensor, *, defines: tuple[str, ...] = ()) -> Tensor:
         rows,
         width,
         out.data_ptr(),
-        torch.get_num_threads(),
+        threads or torch.get_num_threads(),
     )
     return out

@@ -2,7 +2,7 @@
 
 from metainfer.kernels.cost import elementwise, extent
 from metainfer.kernels.impl import Context
-from metainfer.ops.declare import compiled_c, portable, reference, triton
+from metainfer.ops.declare import compiled_c, portable, reference, thread_settings, triton
 
 
 def _values(c: Context) -> float:
@@ -11,7 +11,12 @@ def _values(c: Context) -> float:
 
 IMPLS = (
     triton("swiglu", "activation.triton:swiglu", cost=elementwise(_values, part=0.8)),
-    compiled_c("swiglu", "activation.cpu_c:swiglu", cost=elementwise(_values, part=0.8)),
+    compiled_c(
+        "swiglu",
+        "activation.cpu_c:swiglu",
+        settings=thread_settings,
+        cost=elementwise(_values, part=0.8),
+    ),
     portable(
         "swiglu",
         "activation.torch_swiglu:swiglu",

@@ -13,6 +13,7 @@ from metainfer.formats.block_codecs import BlockTensor, encode
 from metainfer.formats.blocks import FORMATS
 from metainfer.formats.quant import TORCH_DTYPES, RawTensor, Stored, quantise
 from metainfer.formats.schemes import is_quantised
+from metainfer.kernels.impl import OpRequest
 from metainfer.ops.case import Case, Weight, generator, normal
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.ref import linear, linear_f32, linear_f32_rounded, linear_rounded
@@ -135,6 +136,20 @@ def rounded_recipe(x: Tensor, weight: PackedWeight) -> Tensor:
     return out if weight.bias is None else out + weight.bias.to(x.dtype)
 
 
+def shaped(request: OpRequest, rows: int, seed: int) -> Case:
+    """The request's matrix in its scheme, at `rows` rows."""
+    g, (n, k) = generator(seed), (request.shape["n"], request.shape["k"])
+    raws = (stored(normal(g, n, k, scale=k**-0.5), request.schemes[0]),)
+    return Case(
+        op=request.op,
+        name=f"{request.schemes[0]}-{rows}x{n}x{k}",
+        args=(normal(g, rows, k), Weight(raws)),
+        shape={"rows": rows, "n": n, "k": k},
+        schemes=request.schemes[:1],
+    )
+
+
+SHAPED = {"linear": shaped}
 CASES = {"linear": cases, "linear_f32": cases_f32}
 REFERENCES = {"linear": linear, "linear_f32": linear_f32}
 RECIPES = {"linear": recipe, "linear_f32": linear_f32}

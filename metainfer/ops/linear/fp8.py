@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -124,15 +126,23 @@ def chunk(
     return out
 
 
-def linear(x: Tensor, weight: PackedWeight) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: PackedWeight,
+    *,
+    stream_tile: Mapping[str, int] | None = None,
+    chunk_tile: Mapping[str, Any] | None = None,
+) -> Tensor:
     """``x @ W^T`` in the recipe's arithmetic: x [T, K], ``stored@1`` FP8 weight [N, K] -> [T, N].
 
-    Tensors laid end to end begin at multiples of 128 rows, and K is one too.
+    Tensors laid end to end begin at multiples of 128 rows, and K is one too. The tiles: fields of
+    `StreamTile` and `ChunkTile`, the card's own where they are None.
     """
     if any(rows % BLOCK for rows in weight.parts[:-1]):
         raise InternalError(f"FP8 tensors of {weight.parts} rows do not meet at blocks of {BLOCK}")
     elements = weight.data["elements"].view(torch.float8_e4m3fn)
     scales = weight.data["scales"]
     if x.shape[0] <= STREAM_ROWS:
-        return stream(x, elements, scales)
-    return chunk(*quantise(x), elements, scales, dtype=x.dtype)
+        return stream(x, elements, scales, tile=StreamTile(**stream_tile) if stream_tile else None)
+    tile = ChunkTile(**chunk_tile) if chunk_tile else None
+    return chunk(*quantise(x), elements, scales, dtype=x.dtype, tile=tile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from metainfer.kernels.impl import OpRequest
 from metainfer.ops.case import Case, generator, normal
 from metainfer.ops.common import wide
 from metainfer.ops.norm.ref import add_rmsnorm, rmsnorm
@@ -60,6 +61,15 @@ def add_recipe(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple
     return recipe(total, weight, eps), total
 
 
+def shaped(request: OpRequest, rows: int, seed: int) -> Case:
+    """The request's shape at `rows` rows."""
+    g, d = generator(seed), request.shape["d"]
+    x, residual, weight = normal(g, rows, d), normal(g, rows, d), normal(g, d) + 1
+    args = (x, weight, 1e-6) if request.op == "rmsnorm" else (x, residual, weight, 1e-6)
+    return Case(op=request.op, name=f"{rows}x{d}", args=args, shape={"rows": rows, "d": d})
+
+
+SHAPED = {"rmsnorm": shaped, "add_rmsnorm": shaped}
 CASES = {"rmsnorm": cases, "add_rmsnorm": add_cases}
 REFERENCES = {"rmsnorm": rmsnorm, "add_rmsnorm": add_rmsnorm}
 RECIPES = {"rmsnorm": recipe, "add_rmsnorm": add_recipe}

@@ -49,7 +49,14 @@ def _check(x: Tensor, weight: Tensor) -> None:
         raise InternalError(f"rmsnorm in C cannot read x {list(x.shape)}, w {list(weight.shape)}")
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, defines: tuple[str, ...] = ()) -> Tensor:
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    threads: int = 0,
+    defines: tuple[str, ...] = (),
+) -> Tensor:
     """``x / sqrt(mean(x²) + eps) * weight``: x [T, D], weight [D] -> [T, D]."""
     _check(x, weight)
     rows, width = x.shape
@@ -65,13 +72,19 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, defines: tuple[str, ...] =
         width,
         out.data_ptr(),
         None,
-        torch.get_num_threads(),
+        threads or torch.get_num_threads(),
     )
     return out
 
 
 def add_rmsnorm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, defines: tuple[str, ...] = ()
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    threads: int = 0,
+    defines: tuple[str, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """``(rmsnorm(s), s)`` of ``s = x + residual``: x, residual [T, D], weight [D]."""
     _check(x, weight)
@@ -90,6 +103,6 @@ def add_rmsnorm(
         width,
         out.data_ptr(),
         total.data_ptr(),
-        torch.get_num_threads(),
+        threads or torch.get_num_threads(),
     )
     return out, total
