@@ -89,7 +89,7 @@ def run(
         peaks=tuple(found),
         ops=needs.ops_of(resolved.selection.bundle),
         outside_bytes=after.outside,
-        slack_bytes=after.slack,
+        slack_bytes=after.slack(before, max(peak.bytes for peak in found)),
         origin=f"tune capacity, {told['time']}, {len(found)} steps up to {reached:,} tokens",
     )
     key = needs.needs_key(resolved.arch, plan.model.dtype, plan.bundle, plan.threads)
@@ -103,7 +103,7 @@ def run(
         "kept": options.keep,
         "promised": promised,
         "reached": reached,
-        "items": _items(resolved, held, wanted, before, after),
+        "items": _items(resolved, held, wanted, before, kept.reserve_bytes),
         "conditions": told,
     }
 
@@ -170,12 +170,12 @@ def _submit(engine: Engine, name: str, prompt: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceMemory:
-    """Bytes in use by the allocator, kept by it, its highest use, and outside of it; None on a
-    device that does not tell."""
+    """Bytes in use by the allocator, kept by it, and outside of it; None on a device that does not
+    tell."""
 
     allocated: int | None = None
+    reserved: int | None = None
     outside: int | None = None
-    slack: int | None = None
 
     @staticmethod
     def read(device: torch.device) -> _DeviceMemory:
@@ -186,8 +186,13 @@ class _DeviceMemory:
         torch.cuda.synchronize()
         free, whole = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
-        slack = reserved - torch.cuda.max_memory_allocated()
-        return _DeviceMemory(torch.cuda.memory_allocated(), whole - free - reserved, slack)
+        return _DeviceMemory(torch.cuda.memory_allocated(), reserved, whole - free - reserved)
+
+    def slack(self, before: _DeviceMemory, highest: int) -> int | None:
+        """What the allocator keeps beyond what was in use at the highest peak over `before`."""
+        if self.reserved is None or before.allocated is None:
+            return None
+        return max(0, self.reserved - before.allocated - highest)
 
 
 def _items(
@@ -195,7 +200,7 @@ def _items(
     held: dict[str, int],
     transient: int,
     before: _DeviceMemory,
-    after: _DeviceMemory,
+    reserve: int | None,
 ) -> list[dict[str, object]]:
     """Planned against measured bytes of each kind in the ledger, and what neither explains."""
     planned: dict[str, int] = {}
@@ -205,8 +210,8 @@ def _items(
     measured: dict[str, int] = {**held, "transient": transient}
     if before.allocated is not None:
         measured["graphs"] = before.allocated - sum(held.values())
-    if after.outside is not None and after.slack is not None:
-        measured["reserve"] = after.outside + after.slack
+    if reserve is not None:
+        measured["reserve"] = reserve
     return [
         {
             "item": kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,32 @@ def test_needs_are_measured_kept_and_used(tmp_path: Path, monkeypatch: pytest.Mo
     assert origins == [Origin.SEED, Origin.RECORD]
     text = capacity_text(found)
     assert "contexts up to 127 of 127" in text and "weights" in text
+
+
+def judge(found: Any, limit: Any, card_bytes: int | None) -> list[str]:
+    """That of ``benchmarks/capacity.py``."""
+    script = Path(__file__).parents[2] / "benchmarks" / "capacity.py"
+    spec = importlib.util.spec_from_file_location("capacity_script", script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    told: list[str] = module.judge(found, limit, card_bytes)
+    return told
+
+
+def item(name: str, planned: int, measured: int | None) -> dict[str, Any]:
+    off = None if not measured else planned / measured - 1
+    return {"item": name, "planned_bytes": planned, "measured_bytes": measured, "difference": off}
+
+
+def test_the_ledger_is_judged_by_item_and_by_the_limit() -> None:
+    good = {"limit": 100, "answered": 1, "refused": "102 tokens, the limit is 100"}
+    right = {"items": [item("weights", 103, 100), item("kv", 7, None), item("graphs", 50, 50)]}
+    assert judge(right, good, 1000) == []
+    off = {"items": [item("weights", 104, 100), item("kv", 90, 100), item("graphs", 50, 71)]}
+    told = judge(off, good, 1000)
+    assert [line.partition(":")[0] for line in told[:3]] == ["weights", "kv", "graphs"]
+    assert told[3] == "21 B are in use without an item"
+    assert len(judge(right, {**good, "answered": 0}, None)) == 1
+    assert len(judge(right, {**good, "refused": ""}, None)) == 1
+    assert len(judge(right, {**good, "refused": "too long"}, None)) == 1
