@@ -105,7 +105,7 @@ def item(name: str, planned: int, measured: int | None) -> dict[str, Any]:
 
 def test_the_ledger_is_judged_by_item_and_by_the_limit() -> None:
     good = {"limit": 100, "answered": 1, "refused": "102 tokens, the limit is 100"}
-    right = {"items": [item("weights", 103, 100), item("kv", 7, None), item("graphs", 50, 50)]}
+    right = {"items": [item("weights", 102, 100), item("kv", 7, None), item("graphs", 50, 50)]}
     assert judge(right, good, 1000) == []
     off = {"items": [item("weights", 104, 100), item("kv", 90, 100), item("graphs", 50, 71)]}
     told = judge(off, good, 1000)
