@@ -24,10 +24,11 @@ import torch
 from v4_block_cases import SECTIONS as BLOCKS
 from v4_cases import SECTIONS as PRODUCTS
 from v4_cases import Work
+from v4_choice_cases import SECTIONS as CHOICES
 
 from metainfer.ops.case import poisoned
 
-SECTIONS = {**PRODUCTS, **BLOCKS}
+SECTIONS = {**PRODUCTS, **BLOCKS, **CHOICES}
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]], repeats: int = 15) -> tuple[float, float]:

@@ -119,7 +119,8 @@ def long_ids(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 def test_planted_faults_are_refused(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "PLANTED", fault, raising=False)
     registry = builtin_registry()
-    impl = dataclasses.replace(registry.of("moe_route")[0], load=f"{__name__}:PLANTED")
+    plain = next(impl for impl in registry.of("moe_route") if impl.provider == "reference")
+    impl = dataclasses.replace(plain, load=f"{__name__}:PLANTED")
     verdict = qualify(impl, "bfloat16", "cpu", HOST, registry)
     assert {reason.code for reason in verdict.reasons} <= {"error", "result"}
     assert not verdict.accepted

@@ -20,6 +20,7 @@ from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.spec import CacheSpec
 from metainfer.models.arch import Cut, WeightSpec, unknown_options
 from metainfer.models.deepseek_v4 import caches, cost, placement, requests, weights
+from metainfer.ops.indexer.tiles import WORKSPACE, row_bytes
 
 FAMILY = "deepseek_v4"
 
@@ -197,7 +198,7 @@ class DeepSeekV4Arch:
     def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:
         """Streams twice, the widest intermediates of attention and experts, float32 logits twice.
 
-        The indexer's scores are bounded by its own workspace, not by rows times entries.
+        The indexer's scores are bounded by its workspace, not by rows times entries (B-19).
         """
         streams = 2 * self.streams * self.hidden
         queries = (
@@ -207,4 +208,6 @@ class DeepSeekV4Arch:
         routed = 3 * self.ffn * self.experts_per_token + self.hidden
         widest = (streams + 2 * self.hidden + max(queries, routed)) * dtype_bytes
         projected = 4 * (4 * self.head_dim + 4 * self.index_dim + self.index_heads)
-        return rows * (widest + projected) + logit_rows * self.vocab_size * 8
+        scored = rows * row_bytes(self.max_context // self.csa, self.index_topk)
+        scores = min(WORKSPACE, scored) if "csa" in self.kinds else 0
+        return rows * (widest + projected) + scores + logit_rows * self.vocab_size * 8

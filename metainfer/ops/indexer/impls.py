@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from metainfer.kernels.cost import elementwise, extent, roofline, width
 from metainfer.kernels.impl import Context, Layout
-from metainfer.ops.declare_entries import KEYS, moved, torch_and_reference
+from metainfer.ops.declare_entries import KEYS, moved, torch_and_reference, torch_static
+from metainfer.ops.indexer.impls_triton import IMPLS as TRITON_IMPLS
 
 LAYOUTS = (
     # Pages [P, entries, width] in the model's type, as the norm and the rotation leave them.
@@ -65,12 +66,14 @@ def _select_cost(
 
 
 IMPLS = (
+    *TRITON_IMPLS,
     *torch_and_reference(
         "index_query",
         "index",
         KEYS,
         ("indexer.torch_select:index_query", "indexer.ref:index_query"),
         (_query_cost(3, 16, 20, 0.4), _query_cost(4, 24, 40, 0.3)),
+        graph_safe=True,
     ),
     *torch_and_reference(
         "index_select",
@@ -78,5 +81,12 @@ IMPLS = (
         KEYS,
         ("indexer.torch_select:index_select", "indexer.ref:index_select"),
         (_select_cost(12, 20, 0.4, 0.7), _select_cost(40, 20, 0.3, 0.7)),
+    ),
+    *torch_static(
+        "index_select",
+        "index",
+        KEYS,
+        "indexer.torch_static:index_select",
+        _select_cost(100, 30, 0.4, 0.7),
     ),
 )

@@ -1,6 +1,7 @@
 """Variants of the MXFP4 expert kernels that are compiled for every target."""
 
 from metainfer.kernels.variant import Variant
+from metainfer.ops.moe_experts.sorting import SORT_SLOTS
 from metainfer.ops.moe_experts.tiles import (
     CHUNK,
     STREAM,
@@ -74,9 +75,30 @@ def _plain(name: str, kernel: str, args: dict[str, str | int | bool], tile: Tile
     )
 
 
+def _sort(table: bool) -> Variant:
+    """Of the Hopper form (a table of blocks), and of the portable one."""
+    tile = WGMMA_CHUNK if table else CHUNK
+    place = "*i32" if table else "*i64"
+    args: dict[str, str | int | bool] = {
+        "ids": "*i32", "order": place, "table": "*i32", "tiles": "*i64", "bounds": "*i64",
+        "pairs": "i32", "blocks": "i32", "E": E, "EP": E, "M": tile.m, "SLOTS": SORT_SLOTS,
+        "TABLE": table,
+    }  # fmt: skip
+    return Variant(
+        impl="moe_experts/triton-wgmma" if table else "moe_experts/triton",
+        name="experts-sort-table" if table else "experts-sort-bounds",
+        kernel="metainfer.ops.moe_experts.triton_sort:sort_kernel",
+        args=args,
+        warps=8,
+        shape={"rows": 8, **SHAPE},
+        targets=("sm_90", "sm_120") if table else REST,
+    )
+
+
 VARIANTS = (
     *(_wgmma("stream", WGMMA_STREAM, up) for up in (True, False)),
     *(_wgmma("chunk", WGMMA_CHUNK, up) for up in (True, False)),
     *(_stream(STREAM, up) for up in (True, False)),
     *(_chunk(CHUNK, up) for up in (True, False)),
+    *(_sort(table) for table in (True, False)),
 )

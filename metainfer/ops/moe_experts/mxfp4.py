@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from metainfer.core.errors import InternalError
 from metainfer.ops.linear.fp8 import capability, quantise
 from metainfer.ops.linear.packed import PackedWeight
+from metainfer.ops.moe_experts.sorting import SORT_SLOTS, SORTED_PAIRS
 from metainfer.ops.moe_experts.tiles import (
     FEW_SLOTS,
     SPAN,
@@ -32,6 +33,7 @@ from metainfer.ops.moe_experts.triton_mxfp4 import (
     stream_down_kernel,
     stream_up_kernel,
 )
+from metainfer.ops.moe_experts.triton_sort import sort_kernel
 from metainfer.ops.moe_experts.triton_wgmma import experts_kernel
 
 
@@ -141,19 +143,53 @@ def _wgmma(
 def sorted_plan(ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor]:
     """(order [pairs] int32, table [blocks, 3] int32): pairs sorted by expert in row blocks of `m`.
 
-    As many blocks as there can be; those past the last hold no pairs.
+    As many blocks as there can be; those past the last hold no pairs. One launch for few pairs.
     """
     pairs, device = ids.numel(), ids.device
-    chosen, order = torch.sort(ids.flatten(), stable=True)  # -1 first: no block holds them
-    edges = torch.arange(experts + 1, dtype=ids.dtype, device=device)
-    bounds = torch.searchsorted(chosen, edges)
-    starts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
-    torch.cumsum((bounds[1:] - bounds[:-1] + m - 1) // m, 0, out=starts[1:])
-    block = torch.arange(pairs // m + min(experts, pairs), device=device)
+    blocks = pairs // m + min(experts, pairs)
+    if pairs <= SORTED_PAIRS:
+        order = torch.empty(pairs, dtype=torch.int32, device=device)
+        table = torch.empty((blocks, 3), dtype=torch.int32, device=device)
+        _sort(ids, order, experts, m, table=table)
+        return order, table
+    order, starts, bounds = _sorted(ids, experts, m)
+    block = torch.arange(blocks, device=device)
     expert = (torch.searchsorted(starts, block, right=True) - 1).clamp_max(experts - 1)
     first = bounds[expert] + (block - starts[expert]) * m
     count = (bounds[expert + 1] - first).clamp(0, m)
     return order.int(), torch.stack((expert, first, count), 1).int()
+
+
+def sorted_bounds(ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(order [pairs], first block [E + 1], first place [E + 1]) of each expert, int64."""
+    if ids.numel() > SORTED_PAIRS:
+        return _sorted(ids, experts, m)
+    order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
+    tiles = torch.empty(experts + 1, dtype=torch.int64, device=ids.device)
+    bounds = torch.empty_like(tiles)
+    _sort(ids, order, experts, m, tiles=tiles, bounds=bounds)
+    return order, tiles, bounds
+
+
+def _sort(
+    ids: Tensor, order: Tensor, experts: int, m: int, *, table: Tensor | None = None,
+    tiles: Tensor | None = None, bounds: Tensor | None = None,
+) -> None:  # fmt: skip
+    pairs, blocks = ids.numel(), 0 if table is None else table.shape[0]
+    sort_kernel[(triton.cdiv(pairs, SORT_SLOTS),)](
+        ids, order, table, tiles, bounds, pairs, blocks, experts,
+        triton.next_power_of_2(experts), m, SORT_SLOTS, table is not None, num_warps=8,
+    )  # fmt: skip
+
+
+def _sorted(ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `sorted_bounds`, by the library."""
+    chosen, order = torch.sort(ids.flatten(), stable=True)  # -1 first: no block holds them
+    edges = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
+    bounds = torch.searchsorted(chosen, edges)
+    tiles = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    torch.cumsum((bounds[1:] - bounds[:-1] + m - 1) // m, 0, out=tiles[1:])
+    return order, tiles, bounds
 
 
 def _wide(x: Tensor) -> tl.dtype:
@@ -193,12 +229,7 @@ def _chunk(
     (tokens, d), top, device = x.shape, ids.shape[1], x.device
     pairs = tokens * top
     tile = tile or chunk_for(capability(device))
-    chosen, order = torch.sort(ids.flatten(), stable=True)  # -1 first: no block reads them
-    edges = torch.arange(experts + 1, dtype=ids.dtype, device=device)
-    bounds = torch.searchsorted(chosen, edges)
-    counts = bounds[1:] - bounds[:-1]
-    tiles = torch.zeros(experts + 1, dtype=torch.int64, device=device)
-    torch.cumsum((counts + tile.m - 1) // tile.m, 0, out=tiles[1:])
+    order, tiles, bounds = sorted_bounds(ids, experts, tile.m)
     blocks = pairs // tile.m + min(experts, pairs)
     hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
     y = torch.empty((pairs, d), dtype=x.dtype, device=device)

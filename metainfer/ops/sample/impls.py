@@ -2,7 +2,7 @@
 
 from metainfer.kernels.cost import extent, roofline
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER
+from metainfer.ops.declare import FLOATS, NATIVE_ON_CPU, ON_EITHER, SHORT, TRITON, triton
 
 
 def _sorted(c: Context) -> float:
@@ -14,7 +14,20 @@ def _partial(c: Context) -> float:
     return 20.0 * extent(c, "rows") * extent(c, "v") * 4
 
 
+def _searched(c: Context) -> float:
+    """A number and a weight of each id, six times (seed: searches of top-p read more, greedy rows
+    and plain draws less; all but the first time from the cache)."""
+    return 6.0 * 12.0 * extent(c, "rows") * extent(c, "v")
+
+
 IMPLS = (
+    triton(
+        "sample",
+        "sample.triton_calls:sample",
+        dtypes=SHORT,
+        conditions=TRITON,
+        cost=roofline(_searched, launches=2),
+    ),
     Impl(
         op="sample",
         name="torch",

@@ -46,7 +46,7 @@ def sample(logits: Tensor, inputs: SampleInputs, kept: Kept | None = None) -> Sa
     tokens = tokens.masked_fill(bad, 0)
     if inputs.top_logprobs == NO_LOGPROBS:
         return SampleOutput(tokens=tokens, bad=bad)
-    return _with_logprobs(raw, tokens, bad, inputs.top_logprobs)
+    return with_logprobs(raw, tokens, bad, inputs.top_logprobs)
 
 
 def processed(logits: Tensor, inputs: SampleInputs) -> Tensor:
@@ -130,7 +130,7 @@ def invert(hot: Tensor, inputs: SampleInputs) -> Tensor:
     return torch.minimum(at, last).squeeze(1)
 
 
-def _with_logprobs(raw: Tensor, tokens: Tensor, bad: Tensor, count: int) -> SampleOutput:
+def with_logprobs(raw: Tensor, tokens: Tensor, bad: Tensor, count: int) -> SampleOutput:
     chosen = raw.gather(1, tokens.unsqueeze(1))  # [R, 1]
     norm = raw.logsumexp(dim=-1, keepdim=True)
     ids = torch.arange(raw.shape[1], device=raw.device)

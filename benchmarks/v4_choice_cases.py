@@ -1,0 +1,219 @@
+"""What `v4_kernels.py` runs of the kernels that choose: entries, experts, tokens.
+
+A choice is right or wrong, so inputs are small multiples of powers of two and scores are exact: any
+difference from the reference fails (`floor` 0, or rounding where weights come along).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from v4_cases import BF16, ROUNDING, Work
+
+from metainfer.kv.book.form import entry_form
+from metainfer.kv.store.entries import EntryPages, store
+from metainfer.ops.indexer import cases as indexer_cases
+from metainfer.ops.indexer import ref as indexer
+from metainfer.ops.indexer.tiles import Tile, tile_for
+from metainfer.ops.indexer.triton_calls import index_query, index_select
+from metainfer.ops.moe_experts import mxfp4
+from metainfer.ops.moe_route import ref as router
+from metainfer.ops.moe_route.triton_calls import moe_route, moe_route_hash
+from metainfer.ops.rope.tables import RopeSpec, cos_sin
+from metainfer.ops.sample import ref as sampler
+from metainfer.ops.sample.inputs import SampleInputs
+from metainfer.ops.sample.triton_calls import sample
+
+D = 128
+JUDGED = 16
+"""Rows of a long call that are compared."""
+
+
+def _exact(steps: int, *shape: int) -> Tensor:
+    return torch.randint(-steps, steps + 1, shape, device="cuda").float() / 4
+
+
+def _same(truth: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A truth that the recipe meets exactly."""
+    return cache(lambda: (truth().double(), truth().double()))
+
+
+def indexing(sweep: bool) -> Iterator[Work]:
+    yield from _queries()
+    spans = (
+        (1, 1, 8192), (1, 8, 8192), (1, 32, 8192), (1, 1, 131072), (1, 8, 131072),
+        (1, 1, 1 << 20), (2048, 1, 8192), (8192, 1, 8192), (8192, 1, 131072),
+    )  # fmt: skip
+    for layout in ("index@1", "index-fp4@1"):
+        for queries, sequences, context in spans:
+            yield from _selection(layout, queries, sequences, context, 4, 512, 64, sweep)
+    for queries, sequences, context in ((1, 1, 131072), (1, 8, 131072), (2048, 1, 131072)):
+        yield from _selection("index-fp8@1", queries, sequences, context, 1, 2048, 64, sweep)
+
+
+def _queries() -> Iterator[Work]:
+    table = cos_sin(RopeSpec(rotated=64), 4096).cuda()
+    for layout in ("index@1", "index-fp8@1", "index-fp4@1"):
+        form = entry_form(layout, D, 0, "bfloat16")
+        for rows in (1, 8192):
+            q = torch.randn(rows, 64, D, device="cuda").to(BF16)
+            positions = torch.arange(rows, device="cuda") % 4096
+
+            def truth(q: Tensor = q, p: Tensor = positions, form: Any = form) -> Any:
+                few = (q[:JUDGED], p[:JUDGED], table)
+                exact = indexer.index_query(few[0].double(), *few[1:], form)
+                return exact, indexer_cases.query_recipe(*few, form)
+
+            yield Work(
+                f"index query {layout} m={rows}",
+                "",
+                lambda i, q=q, p=positions, form=form: index_query(q, p, table, form),
+                cache(truth),
+                bytes=4.0 * rows * 64 * D,
+                flops=0.0,
+                floor=ROUNDING if layout == "index@1" else 0.02,
+            )
+
+
+def _selection(
+    layout: str, queries: int, sequences: int, context: int, ratio: int, top: int, heads: int,
+    sweep: bool,
+) -> Iterator[Work]:  # fmt: skip
+    rows, count = queries * sequences, context // ratio
+    form = entry_form(layout, D, 0, "bfloat16")
+    width = -(-count // 64)
+    shape = (sequences * width + 1, 64, D)
+    if form.scale == "none":
+        pages = EntryPages(0, (torch.randint(-3, 4, shape, device="cuda") / 2).to(BF16), form, 64)
+    else:
+        data = torch.zeros(shape[0], form.page_bytes(64), dtype=torch.uint8, device="cuda")
+        pages = EntryPages(0, data, form, 64)
+        for first in range(0, shape[0] * 64, 1 << 16):
+            slots = torch.arange(first, min(first + (1 << 16), shape[0] * 64), device="cuda")
+            values = torch.randint(-1, 2, (len(slots), D), device="cuda") * 1.75
+            values[:, 0] = 1.75
+            store(pages, slots, values)
+    table = (torch.randperm(sequences * width, device="cuda").view(sequences, -1) + 1).int()
+    positions = torch.arange(context - queries, context, device="cuda").repeat(sequences)
+    q, g = _exact(3, rows, heads, D).to(BF16), _exact(4, rows, heads)
+    start = torch.arange(0, rows + 1, queries, dtype=torch.int32, device="cuda")
+    lens = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
+    options: dict[str, Any] = {"ratio": ratio, "top_k": top, "scale": 2.0**-7}
+
+    def truth() -> Tensor:
+        """Of rows across the first two sequences, or of the first rows of one."""
+        many = min(queries, JUDGED)
+        if queries > 1:
+            few, spans = (q[:many], g[:many]), torch.tensor([0, many], dtype=torch.int32)
+            return indexer.index_select(
+                *few, pages, table[:1], positions[:many], spans, lens[:1], **options
+            )
+        return indexer.index_select(
+            q[:2], g[:2], pages, table[:2], positions[:2], start[:3], lens[:2], **options
+        )
+
+    seen = (positions + 1) // ratio
+    scored = float(torch.where(seen > top, seen, 0).sum())
+    tiles: list[Tile | None] = [None]
+    if sweep:
+        tiles += [Tile(128, 8, 3), Tile(128, 4, 3), Tile(64, 4, 3), Tile(128, 8, 2)]
+    for tile in tiles:
+        shown = tile or tile_for(form.scale != "none")
+        kind = "prefill" if queries > 1 else "decode"
+        yield Work(
+            f"index {kind} {layout} q={rows} L={context} k={top}",
+            f"{shown.n}x{shown.warps}x{shown.stages}",
+            lambda i, t=tile: index_select(
+                q, g, pages, table, positions, start, lens, **options, tile=t
+            ),
+            _same(truth),
+            bytes=sequences * count * form.bytes + rows * heads * D * 2 + 4 * scored,
+            flops=2.0 * scored * heads * D,
+            rate="bf16_flops",
+            floor=0.0,
+        )
+
+
+K, E, TOP = 4096, 256, 6
+
+
+def routing(sweep: bool) -> Iterator[Work]:
+    gate, bias = _exact(4, E, K) / 16, _exact(64, E) / 16
+    table = torch.rand(129280, E, device="cuda").argsort(1)[:, :TOP].contiguous()
+    for rows in (1, 8, 32, 128, 2048, 8192):
+        x = _exact(3, rows, K).to(BF16)
+        tokens = torch.randint(129280, (rows,), device="cuda")
+        calls: tuple[
+            tuple[str, Callable[..., Any], Callable[..., Any], tuple[Tensor, ...], Any], ...
+        ]
+        calls = (
+            ("by score", moe_route, router.moe_route, (bias,), {"top_k": TOP}),
+            ("by token", moe_route_hash, router.moe_route_hash, (table, tokens), {}),
+        )
+        for name, mine, theirs, more, options in calls:
+
+            def joined(op: Callable[..., Any], x: Tensor, m: Any, o: Any) -> Tensor:
+                return torch.cat(op(x, gate, *m, scale=1.5, **o), dim=1)
+
+            yield Work(
+                f"route {name} m={rows}",
+                "",
+                lambda i, op=mine, x=x, m=more, o=options, j=joined: j(op, x, m, o),
+                _same(lambda op=theirs, x=x, m=more, o=options, j=joined: j(op, x.double(), m, o)),
+                bytes=rows * K * 2 + E * K * 4,
+                flops=6.0 * rows * K * E,
+                rate="bf16_flops",
+                floor=1e-6,
+            )
+    for rows in (64, 128, 341):
+        ids = torch.rand(rows, E, device="cuda").argsort(1)[:, :TOP].int().contiguous()
+        yield Work(
+            f"sort pairs={rows * TOP}",
+            "",
+            lambda i, ids=ids: mxfp4.sorted_plan(ids, E, 64)[0],
+            _same(lambda ids=ids: torch.sort(ids.flatten(), stable=True).indices),
+            bytes=rows * TOP * 8,
+            flops=0.0,
+            floor=0.0,
+        )
+
+
+V = 129280
+
+
+def sampling(sweep: bool) -> Iterator[Work]:
+    for rows in (1, 8, 32, 128):
+        logits = torch.randn(rows, V, device="cuda") * 3
+        draws: dict[str, Any] = {
+            "temperature": torch.full((rows,), 0.8, device="cuda"),
+            "seed": torch.randint(1 << 40, (rows,), device="cuda"),
+            "index": torch.arange(rows, device="cuda"),
+        }
+        top_p = torch.full((rows,), 0.95, device="cuda")
+        top_k = torch.full((rows,), 50, device="cuda")
+        for name, inputs in (
+            ("greedy", SampleInputs(greedy=True)),
+            ("draw", SampleInputs(**draws)),
+            ("top-p 0.95", SampleInputs(**draws, top_p=top_p)),
+            ("top-k 50, top-p 0.95", SampleInputs(**draws, top_k=top_k, top_p=top_p)),
+        ):
+            yield Work(
+                f"sample {name} m={rows}",
+                "",
+                lambda i, x=logits, s=inputs: sample(x, s).tokens,
+                _same(lambda x=logits, s=inputs: sampler.sample(x, s).tokens),
+                bytes=rows * V * 4,
+                flops=0.0,
+                floor=0.0,
+            )
+
+
+SECTIONS: dict[str, Callable[[bool], Iterator[Work]]] = {
+    "indexer": indexing,
+    "route": routing,
+    "sample": sampling,
+}

@@ -1,0 +1,118 @@
+"""Triton kernels that choose (entries, experts, tokens) in the interpreter: to the last number.
+
+A choice is judged by equality, ties included, so scores are exact here. Tensor instructions and
+bfloat16 are for the card (``-m gpu``).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+CASES = (
+    "index_query/triton:float16",
+    "index_query/triton-fp8:float32",
+    "index_query/triton-fp4:float32",
+    "index_select/triton-fp4:float32",
+    "moe_route/triton:float16",
+    "moe_route_hash/triton:float32",
+    "sample/triton:float32",
+)
+RUNS = (
+    "lengths", "widths", "ties", "special", "forms", "rows", "cuts", "route-scores",
+    "route-special", "route-parts", "sample-borders", "sample-parts",
+)  # fmt: skip
+
+
+def child(name: str, *arguments: str) -> list[dict[str, object]]:
+    """One process for all runs: ``TRITON_INTERPRET`` binds at import."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / name), *arguments], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def reasons() -> dict[object, object]:
+    return {line["name"]: line["reasons"] for line in child("interpret_child.py", "7", *CASES)}
+
+
+@pytest.fixture(scope="module")
+def wrong() -> dict[object, object]:
+    return {line["name"]: line["wrong"] for line in child("choice_child.py", *RUNS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", CASES)
+def test_kernel_passes_its_cases(run: str, reasons: dict[object, object]) -> None:
+    assert reasons[run] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_kernel_chooses_as_the_reference(run: str, wrong: dict[object, object]) -> None:
+    assert wrong[run] == 0
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", [65_536, 1 << 20])
+@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("rows", [1024, 4096, 16384])
+def test_b19_scores_stay_under_their_bound(rows: int, ratio: int, context: int) -> None:
+    """What a call holds is at most the bound (or one row), and every row is served once."""
+    from metainfer.ops.indexer.tiles import WORKSPACE, row_bytes, rows_at_once
+
+    for top_k in (512, 1024, 2048):
+        capacity = context // ratio
+        many = rows_at_once(rows, capacity, top_k)
+        assert many == 1 or many * row_bytes(capacity, top_k) <= WORKSPACE
+        assert 1 <= many <= rows
+        assert many == rows or (many + 1) * row_bytes(capacity, top_k) > WORKSPACE
+        served = [
+            r for first in range(0, rows, many) for r in range(first, min(first + many, rows))
+        ]
+        assert served == list(range(rows))
+
+
+def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
+    from metainfer.kernels.audit import TARGETS, load_manifest
+    from metainfer.ops.indexer import tiles as indexer
+    from metainfer.ops.moe_route import tiles as route
+
+    checked = 0
+    for build in load_manifest():
+        if build.shared_bytes is None:
+            continue
+        kind, _, last = build.kernel.rpartition("-")
+        if kind.startswith("index-score"):
+            tile = indexer.tile_for(kind != "index-score")
+            estimate = tile.shared_bytes(int(last), 128, 2)
+        elif kind.startswith("moe-route"):
+            rows = 1 if kind.endswith("few") else route.FEW_ROWS + 1
+            estimate = route.tile_for(rows, int(last)).shared_bytes(int(last), 2)
+        else:
+            continue
+        assert build.shared_bytes <= estimate <= TARGETS["sm_120"][1], (build.kernel, build.target)
+        checked += 1
+    assert checked >= 40
+
+
+def test_cuts_follow_shapes() -> None:
+    """A captured step has one grid for every length: nothing but sizes goes in."""
+    from metainfer.ops.indexer.tiles import splits_for
+    from metainfer.ops.moe_route.tiles import splits_for as shares_for
+
+    assert splits_for(1, 2048, 132) == 528 and splits_for(1, 4, 132) == 4
+    assert splits_for(512, 2048, 132) == 2 and splits_for(10_000, 2048, 132) == 1
+    assert shares_for(1, 4096, 132) == 32 and shares_for(1, 33, 132) == 1
+    assert shares_for(256, 4096, 132) == 8 and shares_for(257, 4096, 132) == 1
