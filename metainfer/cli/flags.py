@@ -86,6 +86,7 @@ INTENT_FIELDS = {
     "--layout": "layouts",
     "--parallel": "parallel",
     "--collectives": "collectives",
+    "--one-card": "one_card",
     "--rank-of": "rank_of",
     "--allow-fallback": "allow_fallback",
     "--adapter": "adapters",
@@ -168,6 +169,9 @@ class EngineFlags:
         Literal["auto", "ipc", "host", "nccl"] | None,
         _flag("--collectives", text="what carries them between cards"),
     ] = None
+    one_card: Annotated[
+        bool, _flag("--one-card", text="all ranks on the first card: proves a layout, slowly")
+    ] = False
     rank_of: Annotated[
         int | None,
         _flag("--rank-of", text="run one rank of N, its peers emulated: times of it, no answers"),
@@ -238,6 +242,7 @@ class EngineFlags:
             layouts=parse_pairs(self.layout, "--layout"),
             parallel=self.parallel,
             collectives=self.collectives,
+            one_card=self.one_card,
             rank_of=self.rank_of,
             of_machine=of_machine,
             allow_fallback=self.allow_fallback,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from metainfer.comm.api import Communicator
 from metainfer.comm.backends.shm_cpu import ShmComm
 from metainfer.comm.backends.slabs import gather_bytes
@@ -30,6 +32,19 @@ class HostRanks:
             self._linked[ranks] = Linked(comm.rank, comm.world, _communicator(comm))
         found = {role: self._linked[ranks] for role, ranks in place.groups().items()}
         self.ranks = Ranks(**found)
+
+    def settle(self) -> None:
+        """Nothing changes once all are warm."""
+
+    def check(self) -> None:
+        """A failed call has raised itself."""
+
+    def describe(self) -> dict[str, Any]:
+        """By group: plans with what lost, and the share of calls by path."""
+        return {
+            "-".join(map(str, members)): link.comm.describe()
+            for members, link in self._linked.items()
+        }
 
     def abort(self, cause: str) -> None:
         """Let peers that wait for this rank go."""

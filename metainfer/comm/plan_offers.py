@@ -30,18 +30,24 @@ COPY = "copy"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ability:
     """What was found of one backend on this machine. `verdict`: why it cannot be opened at all;
-    `slots`: what a call of it carries, None where it has no slots of ours."""
+    `slots`: what a call of it carries, None where it has no slots of ours. `copies`: why `host` has
+    no copy engines; `most_copied`: bytes of their longest message, None where nothing bounds it."""
 
     backend: str
     verdict: Verdict = ACCEPT
     slots: Slots | None = None
+    copies: Verdict = ACCEPT
+    most_copied: int | None = None
 
 
 def cuda_abilities(
-    topology: Topology, slots: Mapping[str, Slots], found: Mapping[str, Verdict] | None = None
+    topology: Topology,
+    slots: Mapping[str, Slots],
+    found: Mapping[str, Verdict] | None = None,
+    most_copied: int | None = None,
 ) -> tuple[Ability, ...]:
     """The GPU backends on a tree; `found` adds what opening them showed (a failed byte test, a
-    missing compiler). Peer access that is unknown is not used.
+    missing compiler), by backend and for ``host:copy``. Peer access that is unknown is not used.
     """
     gates = dict(found or {})
     if topology.peer is not True:
@@ -50,7 +56,13 @@ def cuda_abilities(
             text = "whether cards may write into each other is not known"
         gates["ipc"] = reject("peer", text) & gates.get("ipc", ACCEPT)
     return tuple(
-        Ability(backend=name, verdict=gates.get(name, ACCEPT), slots=slots.get(name))
+        Ability(
+            backend=name,
+            verdict=gates.get(name, ACCEPT),
+            slots=slots.get(name),
+            copies=gates.get(f"{name}:{COPY}", ACCEPT),
+            most_copied=most_copied if name == "host" else None,
+        )
         for name in CUDA_BACKENDS
         if name in slots or name in gates or name == "nccl"
     )
@@ -145,10 +157,18 @@ def _nccl(tree: Topology, size: int) -> float:
 
 def _copy(request: Request, ability: Ability, topology: Topology | None, costs: Costs) -> Offer:
     """Copy engines through host memory: no extras, not in graphs."""
-    verdict = ability.verdict & require(
-        request.epilogue is None and not request.side_int32,
-        *("extras", "copy engines carry neither epilogues nor counts"),
+    verdict = (
+        ability.verdict
+        & ability.copies
+        & require(
+            request.epilogue is None and not request.side_int32,
+            *("extras", "copy engines carry neither epilogues nor counts"),
+        )
     )
+    most = ability.most_copied
+    if most is not None:
+        text = f"{request.bytes} B exceed the {most} B that copies were given room for"
+        verdict = verdict & require(request.bytes <= most, "room", text)
     us = None
     if topology is not None and request.world > 1:
         us = model.host_copy(topology.first(request.world), request.bytes, costs)

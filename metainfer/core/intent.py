@@ -38,6 +38,7 @@ DECISIONS: Mapping[str, str] = {
     "layouts": "bundle",
     "parallel": "layouts",
     "collectives": "collectives",
+    "one_card": "layouts",
     "rank_of": "emulated",
     "of_machine": "emulated",
     "allow_fallback": "ops",
@@ -58,8 +59,9 @@ class Intent:
     prompts in it while answers run. `threads`: CPU threads. `ops`: op or site -> implementation.
     `layouts`: role -> layout id. `allow_fallback`: ops that may take a reference path.
     `parallel`: how cards share the model (``single``, ``tp8``, ``ep8`` ...), by name.
-    `collectives`: the backend behind them (``auto``, ``ipc``, ``host``, ``nccl``).
-    `rank_of`, `of_machine`: run one rank of so many of a named machine, its peers emulated.
+    `collectives`: the backend behind them (``auto``, ``ipc``, ``host``, ``nccl``). `one_card`: all
+    ranks on the first card, to prove a layout. `rank_of`, `of_machine`: run one rank of so many of
+    a named machine, its peers emulated.
     `adapters`: name -> folder of a LoRA adapter.
     `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
     ``mtp:N``. `grammar`: the grammar library. `model_options`: switches of the model's family,
@@ -88,6 +90,7 @@ class Intent:
     layouts: Mapping[str, str] = field(default_factory=dict)
     parallel: str | None = None
     collectives: str | None = None
+    one_card: bool = False
     rank_of: int | None = None
     of_machine: str | None = None
     allow_fallback: tuple[str, ...] = ()

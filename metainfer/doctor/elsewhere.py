@@ -149,8 +149,8 @@ def _notes(there: Elsewhere) -> list[Finding]:
     devices = len(machine.facts.devices)
     if devices > 1:
         what = (
-            f"of {devices} devices one can serve; layouts over several are planned only: "
-            "layouts of several ranks are not built yet."
+            f"of {devices} devices one serves; a layout over several runs only when it is asked "
+            "for with --parallel."
         )
         proof = f"devices = {devices}"
         found.append(information("machine.devices", place, what, evidence=proof))

@@ -6,13 +6,17 @@ engine's plan travels along as values, and a difference stops the start with bot
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from metainfer.comm.agree import DisagreementError, differences
 from metainfer.comm.host_ranks import HostRanks
 from metainfer.comm.peers import Place
+from metainfer.comm.plan import AUTO
+from metainfer.comm.request import ELEMENT_BYTES
+from metainfer.comm.topology import from_facts, one_switch
 from metainfer.core.digest import to_plain
 from metainfer.core.intent import Intent
 from metainfer.engine.grammars import open_library
@@ -22,7 +26,11 @@ from metainfer.executor.loading import tensor_source
 from metainfer.executor.ranks import RankSide
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved
+from metainfer.platform.facts import Facts
 from metainfer.workers.wire import RankFacts
+
+if TYPE_CHECKING:
+    from metainfer.comm.card_ranks import CardRanks
 
 
 def facts_of(intent: Intent, resolved: Resolved) -> dict[str, Any]:
@@ -31,12 +39,14 @@ def facts_of(intent: Intent, resolved: Resolved) -> dict[str, Any]:
 
 
 class Rank:
-    """One rank of a layout on the host's CPU. Methods are called by `executor.ranks`."""
+    """One rank of a layout: on the host's CPU, or on the card of its number. Methods are called by
+    `executor.ranks`."""
 
     def __init__(self, facts: RankFacts) -> None:
         intent = msgspec.convert(facts.facts["intent"], Intent)
         self._model = open_model(intent.model, adapters=intent.adapters)
         machine = open_machine(intent.platform)
+        device = _own_device(machine.torch_device(), facts.rank, intent)
         machine.recall(machine.resolve(self._model, intent).plan.model.dtype)
         resolved = machine.resolve_proven(self._model, intent, lambda case: None)
         _same_plan(facts, resolved)
@@ -44,8 +54,7 @@ class Rank:
         self._grammar = resolved.plan.grammar
         layout, slots = resolved.plan.layouts[0], resolved.sizes.slots
         place = Place(layout, facts.rank)
-        self._links = HostRanks(facts.token, place)
-        device = machine.torch_device()
+        self._links = _links(facts.token, place, device, intent, machine.facts, resolved)
         executor = assemble(
             resolved,
             tensor_source(self._model, device),
@@ -73,9 +82,16 @@ class Rank:
 
     def warm(self) -> None:
         self._side.executor.warm()
+        self._links.settle()
 
     def execute(self, plan: bytes) -> tuple[str, bytes]:
-        return self._side.execute(plan)
+        answer = self._side.execute(plan)
+        self._links.check()
+        return answer
+
+    def collectives(self) -> dict[str, Any]:
+        """By group: plans with what lost, and the share of calls by path."""
+        return self._links.describe()
 
     def held_bytes(self) -> dict[str, int]:
         return self._side.executor.held_bytes
@@ -89,6 +105,45 @@ class Rank:
     def close(self) -> None:
         self._side.executor.close()
         self._links.close()
+
+
+def _own_device(device: torch.device, rank: int, intent: Intent) -> torch.device:
+    """The card of a rank, current from here on; a device that is no card is everyone's."""
+    if device.type != "cuda":
+        return device
+    own = torch.device("cuda", 0 if intent.one_card else rank)
+    torch.cuda.set_device(own)
+    return own
+
+
+def _links(
+    token: str,
+    place: Place,
+    device: torch.device,
+    intent: Intent,
+    facts: Facts,
+    resolved: Resolved,
+) -> HostRanks | CardRanks:
+    """How this rank meets the others."""
+    if device.type != "cuda":
+        return HostRanks(token, place)
+    from metainfer.comm.card_ranks import CardRanks
+
+    layout, plan = place.layout, resolved.plan
+    tree = one_switch(layout.ranks) if intent.one_card else from_facts(facts)
+    domains = layout.expert // layout.tensor if place.shares_tokens else 1
+    costs, tokens = resolved.arch.costs(), plan.limits.step_tokens * domains
+    hidden = costs.hidden if costs is not None else 0  # unknown: copy engines get little room
+    return CardRanks(
+        token,
+        place,
+        tree,
+        device,
+        dtype=plan.model.dtype,
+        most_bytes=tokens * hidden * ELEMENT_BYTES[plan.model.dtype],
+        method=intent.collectives or AUTO,
+        sharing=intent.one_card,
+    )
 
 
 def _same_plan(facts: RankFacts, resolved: Resolved) -> None:

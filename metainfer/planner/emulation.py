@@ -13,6 +13,8 @@ from metainfer.comm.plan import AUTO
 from metainfer.comm.topology import Topology, from_facts
 from metainfer.core.errors import UsageError
 from metainfer.core.intent import Intent
+from metainfer.core.ledger import DecisionLedger, Origin
+from metainfer.core.plan import LayoutPlan
 from metainfer.platform.facts import CPU, Facts
 from metainfer.platform.machine_catalog import find_machine
 
@@ -44,6 +46,21 @@ class Emulation:
             return dataclasses.replace(facts, devices=(device,))
         held = min(device.memory_bytes, most)
         return dataclasses.replace(facts, devices=(dataclasses.replace(device, memory_bytes=held),))
+
+
+def emulates(layout: LayoutPlan, ranks: int) -> bool:
+    """Whether one of `ranks` ranks can be alone under a layout; the rows of a pair's chunks are
+    dealt over ranks that would not be there, and so is a cache in shards."""
+    return layout.ranks == ranks and layout.prefill == layout.shards == 1
+
+
+def record_emulation(ledger: DecisionLedger, emulated: Emulation, asked: Origin) -> None:
+    """Whose rank it is, and what stands in for its peers."""
+    guessed = "; ".join(emulated.tree.assumed)
+    why = "asked for: its answers mean nothing, its times are those of one rank"
+    ledger.record("emulated", emulated.values(), asked, f"{why}; {guessed}" if guessed else why)
+    said = f"predicted for {emulated.machine} and waited for; what peers bring is a stand-in"
+    ledger.record("collectives", "emulated", Origin.COST_MODEL, said)
 
 
 def emulation_of(intent: Intent) -> Emulation | None:

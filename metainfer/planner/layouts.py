@@ -31,10 +31,10 @@ from metainfer.core.plan import DraftPlan, LayoutPlan
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Verdict, all_of, require
 from metainfer.planner.drafts import MODEL
-from metainfer.platform.facts import CPU
+from metainfer.platform.facts import CPU, CUDA
 
 SINGLE = "single"
-NOT_BUILT = "layouts over several cards are not built yet"
+NOT_BUILT = "layouts over several cards run only when asked for with --parallel"
 SHARDS_NOT_BUILT = "a cache dealt over the ranks of a domain is planned, not run yet"
 MOST_PROCESSES = 8
 """Ranks that a host's CPU may be shared by; as many as collectives are built for."""
@@ -150,15 +150,20 @@ def processes(asked: str | None, experts: int) -> int:
     return 1
 
 
-def runs(layout: LayoutPlan, kind: str, draft: DraftPlan) -> Verdict:
-    """Whether this release runs a layout on devices of `kind`, and not only plans it."""
+def runs(layout: LayoutPlan, kind: str, draft: DraftPlan, *, asked: bool = False) -> Verdict:
+    """Whether this release runs a layout on devices of `kind`, and not only plans it. `asked`: by
+    name; over cards nothing else is run."""
     several, meet = layout.ranks > 1, layout.expert > layout.tensor
     drafts = draft.method == MODEL
     drafted = "a drafting model's ranks would meet at experts in steps that not all of them take"
     spread = "a drafting model reads every row of a chunk, of which a rank has a part"
     return all_of(
         [
-            require(not several or kind == CPU, "not-built", NOT_BUILT, devices=layout.ranks),
+            require(
+                not several or kind == CPU or (asked and kind == CUDA),
+                *("not-built", NOT_BUILT),
+                devices=layout.ranks,
+            ),
             require(layout.shards == 1, "not-built", SHARDS_NOT_BUILT, layout=layout.name),
             require(not (meet and drafts), "draft", drafted),
             require(not (layout.prefill > 1 and drafts), "draft", spread),

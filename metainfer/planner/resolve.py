@@ -27,6 +27,7 @@ from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.emulation import Emulation
 from metainfer.planner.layouts import alike, of_decodes, of_prompts
 from metainfer.planner.needs import Needs, nothing_known
+from metainfer.planner.over_cards import seen_by_ranks
 from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.record import record_needs, record_selection
 from metainfer.planner.search import Candidate, search, unbuilt
@@ -402,8 +403,7 @@ def resolve(
         RefusedError: it cannot be done here; every reason is listed.
     """
     _check_wish(intent)
-    if emulation is not None:
-        facts = emulation.on(facts)
+    facts = seen_by_ranks(intent, facts, model.arch.routed_experts, emulation)
     resolver = _Resolver(intent, model, facts)
     ledger, dtype, limits = resolver.ledger, resolver.dtype(), resolver.limits()
     page, draft = resolver.page_tokens(), resolver.draft(limits)

@@ -18,7 +18,7 @@ from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Layout
 from metainfer.kernels.select import Selection
 from metainfer.planner.calibration import Calibration, key, nothing_measured
-from metainfer.planner.emulation import Emulation
+from metainfer.planner.emulation import emulates, record_emulation
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 from metainfer.planner.layouts import (
     MOST_PROCESSES,
@@ -28,9 +28,9 @@ from metainfer.planner.layouts import (
     of_prompts,
     processes,
     runs,
-    talks,
 )
 from metainfer.planner.limits import CacheTooSmall, longest_context
+from metainfer.planner.over_cards import record_collectives
 from metainfer.planner.phases import record_phases
 from metainfer.planner.predict import Prediction, predict, record_speed
 from metainfer.planner.ranks import UNKNOWN_MEMORY, Cards, Held
@@ -112,7 +112,7 @@ def search(
         devices = processes(asked, experts)
     layouts = enumerate_layouts(devices, experts)
     if cards.emulated is not None:
-        layouts = tuple(each for each in layouts if each.ranks == devices)
+        layouts = tuple(each for each in layouts if emulates(each, devices))
     wanted = None if asked is None else named(asked, layouts)
     if asked is not None and wanted is None:
         raise _unknown(asked, devices, cards)
@@ -137,7 +137,7 @@ def _unknown(asked: str, devices: int, cards: Cards) -> UsageError:
     """No layout has that name here; says which names there are."""
     on_cpu, experts = cards.facts.device.kind == CPU, cards.arch.routed_experts
     if cards.emulated is not None:
-        names = [e.name for e in enumerate_layouts(devices, experts) if e.ranks == devices]
+        names = [e.name for e in enumerate_layouts(devices, experts) if emulates(e, devices)]
         raise UsageError(
             f"layout {asked!r} is none of {devices} ranks.",
             f"There is: {', '.join(names)}.",
@@ -192,9 +192,7 @@ def _judge(
             if layout.ranks == 1:
                 raise
             return Candidate(layout=layout, cannot=error.reasons)
-    # A rank that is emulated runs where any single one does.
-    kind = CPU if cards.emulated is not None else cards.facts.device.kind
-    planned_only = runs(layout, kind, cards.draft).reasons
+    planned_only = _planned_only(cards, layout)
 
     def packings(names: Mapping[str, str]) -> dict[str, Layout]:
         return {role: packing_of(name) for role, name in names.items()}
@@ -237,6 +235,25 @@ def _judge(
         )
     if cannot:
         return Candidate(layout=layout, cannot=cannot, planned_only=planned_only)
+    return _priced(cards, layout, chosen, held, planned_only)
+
+
+def _planned_only(cards: Cards, layout: LayoutPlan) -> tuple[Reason, ...]:
+    """Why this release plans a layout and does not run it."""
+    asked = cards.intent.parallel is not None and named(cards.intent.parallel, (layout,)) is layout
+    # A rank that is emulated runs where any single one does.
+    kind = CPU if cards.emulated is not None else cards.facts.device.kind
+    return runs(layout, kind, cards.draft, asked=asked).reasons
+
+
+def _priced(
+    cards: Cards,
+    layout: LayoutPlan,
+    chosen: Selection,
+    held: Held,
+    planned_only: tuple[Reason, ...],
+) -> Candidate:
+    """A layout that fits, with what its steps cost."""
     step, limit = cards.limits.step_tokens, cards.arch.max_context
     facts = _of_a_rank(cards.facts, cards.here(layout))
     tree = cards.emulated.tree if cards.emulated is not None else None
@@ -426,13 +443,10 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
     domains, whose = chosen.layout.data, f"attention domains of {name}"
     if cards.emulated is not None:
         domains, whose = 1, f"that of one rank; {name} has {domains}"
-        _record_emulation(ledger, cards.emulated, cards.intent.origin("rank_of"))
+        record_emulation(ledger, cards.emulated, cards.intent.origin("rank_of"))
     ledger.record("kv_domains", domains, Origin.DERIVED, whose)
     if cards.emulated is None and chosen.built and chosen.layout.ranks > 1:
-        met = "processes of this host meet in its memory; sums are exact, in rank order"
-        alone = ("none", "replicas share nothing")
-        path, said = ("shm_cpu", met) if talks(chosen.layout) else alone
-        ledger.record("collectives", path, Origin.DERIVED, said)
+        record_collectives(ledger, cards.intent, cards.facts.device.kind, chosen.layout)
     if devices > 1:
         others = tuple(
             Loser(each.layout.name, _lost(each, best, goal, feasible))
@@ -442,15 +456,6 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
         said = _goal_why(goal, best, feasible)
         ledger.record("goal_layout", best.layout.name, _by(best), said, others)
         record_phases(ledger, feasible)
-
-
-def _record_emulation(ledger: DecisionLedger, emulated: Emulation, asked: Origin) -> None:
-    """Whose rank it is, and what stands in for its peers."""
-    guessed = "; ".join(emulated.tree.assumed)
-    why = "asked for: its answers mean nothing, its times are those of one rank"
-    ledger.record("emulated", emulated.values(), asked, f"{why}; {guessed}" if guessed else why)
-    said = f"predicted for {emulated.machine} and waited for; what peers bring is a stand-in"
-    ledger.record("collectives", "emulated", Origin.COST_MODEL, said)
 
 
 def _by(best: Candidate) -> Origin:

@@ -19,7 +19,7 @@ ENGINE = {
     "--mixed-prefill-tokens",
     "--page-tokens", "--threads",
     "--goal", "--dtype", "--platform", "--op", "--layout", "--parallel", "--allow-fallback",
-    "--collectives", "--rank-of",
+    "--collectives", "--one-card", "--rank-of",
     "--no-prefix-cache", "--draft", "--grammar-backend", "--model-option", "--config",
 }  # fmt: skip
 ADAPTERS = {"--adapter"}

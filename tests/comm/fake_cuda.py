@@ -27,12 +27,14 @@ class Stream:
     """Work in order, on a thread of its own."""
 
     known: list[Stream] = []
+    _making = threading.Lock()
 
     def __init__(self, device: int = 0) -> None:
         self._pool = ThreadPoolExecutor(1)
         self.last: Future[Any] | None = None
-        self.known.append(self)
-        self.cuda_stream = len(self.known) - 1
+        with self._making:
+            self.known.append(self)
+            self.cuda_stream = len(self.known) - 1
 
     def do(self, step: Callable[[], Any]) -> None:
         self.last = self._pool.submit(step)
@@ -66,7 +68,19 @@ class Cuda:
     Stream, Event = Stream, Event
 
     def __init__(self) -> None:
-        self.current = Stream()
+        self._threads = threading.local()
+
+    @property
+    def current(self) -> Stream:
+        """Of this thread, as a device's is."""
+        if not hasattr(self._threads, "current"):
+            self._threads.current = Stream()
+        found: Stream = self._threads.current
+        return found
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self._threads.current = stream
 
     def current_stream(self, device: int = 0) -> Stream:
         return self.current
@@ -80,6 +94,12 @@ class Cuda:
     def synchronize(self, device: int = 0) -> None:
         for stream in Stream.known:
             stream.synchronize()
+
+    def set_device(self, device: int) -> None:
+        pass
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
         return 9, 0
@@ -104,10 +124,14 @@ class Torch:
 
 
 class Kernels:
-    """Functions by name; a rank has a copy of the library, for its shared memory is static."""
+    """Functions by name; a rank has a copy of the library, for its shared memory is static.
 
-    def __init__(self, built: Path) -> None:
-        self._built = built
+    `wait`: a launch returns when it is done, for callers that go on with torch, which knows no
+    streams here.
+    """
+
+    def __init__(self, built: Path, *, wait: bool = False) -> None:
+        self._built, self._wait = built, wait
         self._copies: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -127,6 +151,8 @@ class Kernels:
                 for each in arguments
             ]
             Stream.known[stream].do(lambda: getattr(self, name)(grid, block, *values))
+            if self._wait:
+                Stream.known[stream].synchronize()
 
         return launch
 

@@ -108,6 +108,7 @@ STARRED = (
 
 HEAVY = (
     "comm.backends.*",
+    "comm.card_ranks",
     "comm.emulated_ranks",
     "comm.exact",
     "comm.host_ranks",

@@ -88,7 +88,7 @@ def test_a_model_for_one_card_is_served_by_one() -> None:
     assert [row["name"] for row in found["layouts"][1:] if row["feasible"]]
     keys = {row["key"]: row for row in found["decisions"]}
     assert keys["layouts"]["why"] == (
-        "1 of 8 devices is used: layouts over several cards are not built yet"
+        "1 of 8 devices is used: layouts over several cards run only when asked for with --parallel"
     )
     assert keys["goal_layout"]["value"] != "single" and keys["goal_layout"]["losers"]
 
@@ -118,7 +118,7 @@ def test_serve_refuses_what_several_cards_would_hold(monkeypatch: pytest.MonkeyP
             raise AssertionError("a plan of several ranks went on")
 
     monkeypatch.setattr(engine, "open_machine", lambda platform: Cards())
-    told = "layouts over several cards are not built yet"
+    told = "layouts over several cards run only when asked for with --parallel"
     with pytest.raises(RefusedError, match=told) as caught:
         engine.Engine(Intent(model=FLASH)).start()
     assert caught.value.code == "not_built" and "8 devices" in caught.value.cause

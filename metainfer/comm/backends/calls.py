@@ -56,7 +56,8 @@ class Caller:
         self.budget_s = budget_s
         self._slabs = tuple(slabs)
         self._error, self._state = error, state
-        self._built: dict[str, list[tuple[Call, Piece]]] = {}
+        self._built: dict[tuple[Request, str], list[tuple[Call, Piece]]] = {}
+        self._names: dict[int, str] = {}
 
     def calls_of(self, plan: CommPlan) -> list[tuple[Call, Piece]]:
         """The calls of a plan, made once; `fill` completes one.
@@ -64,7 +65,8 @@ class Caller:
         Raises:
             InternalError: the plan is for another number of ranks, or larger slots.
         """
-        found = self._built.get(plan.digest)
+        key = (plan.request, plan.algorithm)  # a digest would cost more than a small call
+        found = self._built.get(key)
         if found is None:
             if plan.request.world != self.world:
                 raise InternalError(f"{plan.request.name} on a group of {self.world}")
@@ -73,7 +75,7 @@ class Caller:
                 raise InternalError(f"{plan.request.name}: {room.reasons[0].message}")
             pieces = cut(plan.request, plan.algorithm, self.rank, self.slots)
             found = [(self._call(plan, piece), piece) for piece in pieces]
-            self._built[plan.digest] = found
+            self._built[key], self._names[plan.plan_id] = found, plan.request.name
         return found
 
     def fill(

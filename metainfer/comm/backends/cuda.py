@@ -32,6 +32,7 @@ from metainfer.comm.request import Request
 
 SLOT_BYTES = 1 << 20
 BUDGET_S = 20.0
+"""How long a peer is waited for while serving; what is captured has it for good."""
 MAX_THREADS = 512
 BLOCK_BYTES = 16 << 10
 TURN_BYTES = 256 << 10
@@ -91,6 +92,9 @@ class CudaComm(Caller):
         self.index = device
         self._closing = closing
         self._broken: CommError | None = None
+        self._died: int | None = None
+        self._word = torch.zeros(1, dtype=torch.int64).pin_memory()
+        self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._functions: dict[tuple[int, bool], driver.Function] = {}
         if clear:
             self._clear(first_call)
@@ -143,6 +147,8 @@ class CudaComm(Caller):
         stream = torch.cuda.current_stream(self.index).cuda_stream
         for call, piece in self.calls_of(plan):
             self.fill(call, piece, request, given, out, side, rows)
+            if request.captured:
+                call.budget_ns = int(min(self.budget_s, BUDGET_S) * 1e9)
             blocks, call.lag = self._grid(piece, call.width)
             function(blocks, self.threads, stream, [call])
         return out
@@ -172,17 +178,40 @@ class CudaComm(Caller):
             raise self._broken
 
     def _failure(self, record: ErrorRecord) -> CommError:
-        names = {plan[0][0].plan: digest for digest, plan in self._built.items()}
         peer, waited = int(record.peer), record.waited_ns / 1e9
-        digest = names.get(record.plan, "?")
-        head = f"a collective (plan {digest}) failed on rank {self.rank}"
+        name = self._names.get(int(record.plan), f"plan {record.plan:06x}")
+        head = f"{name} failed on rank {self.rank}"
         if record.code == Code.MISMATCH:
             return CommError(f"{head}: rank {peer} runs plan {record.seen >> 40:06x}.", peer=peer)
+        if record.code == Code.ABORTED and self._died is not None:
+            return CommError(f"{head}: rank {self._died} died.", peer=self._died)
         if record.code == Code.ABORTED:
             text = f"{head}: another rank gave up while rank {peer} was waited for."
             return CommError(text, peer=peer, secondary=True)
         text = f"{head}: rank {peer} did not answer for {waited:.1f} s in phase {record.phase}."
         return CommError(text, peer=peer)
+
+    def died(self, peer: int) -> None:
+        """Let this rank's kernels go: `peer` has died. From any thread."""
+        self._died = peer
+        self._tell(self.rank, layout.abort_word(Code.DIED, self.rank, peer))
+
+    def abort(self) -> None:
+        """Let every peer's kernels go: this rank gives up."""
+        for rank in range(self.world):
+            self._tell(rank, layout.abort_word(Code.RAISED, self.rank, self.rank))
+
+    def _tell(self, rank: int, word: int) -> None:
+        """Write an abort word beside kernels that may be waiting in this rank's stream. Slabs in
+        host memory are the control group's, which has told them itself."""
+        if self.slots.shared:
+            return
+        torch.cuda.set_device(self.index)  # a guard's thread has no context of its own
+        slab = self._slabs[rank]
+        self._word[0] = word - (1 << 64) if word >> 63 else word
+        stream = self._aside.cuda_stream
+        driver.copy_up(slab + layout.AT_ABORT, self._word.data_ptr(), 8, stream)
+        self._aside.synchronize()
 
     def _function(self, request: Request) -> driver.Function:
         key = (element_type(request), request.epilogue is not None)

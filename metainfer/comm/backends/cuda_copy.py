@@ -235,9 +235,9 @@ class CopyRank:
         self._closing()
         self._closing = lambda: None
 
-    def abort(self) -> None:
-        """Let this rank's waits end."""
-        word = self.staging.word(self.rank, layout.WORLD + 1)
+    def abort(self, rank: int | None = None) -> None:
+        """Let the waits of `rank` end, this one's by default."""
+        word = self.staging.word(self.rank if rank is None else rank, layout.WORLD + 1)
         word += self.staging.base - self.staging.on_device
         ctypes.c_uint64.from_address(word).value = 1
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -38,6 +39,7 @@ class ShmComm(SlabComm):
         super().__init__(rank, slabs, slots, budget_s=budget_s, describe_peer=self._state_of)
         self._segment: Segment | None = segment
         self._guard: Guard | None = None
+        self.on_death: list[Callable[[int], None]] = []  # told of a peer that died, from any thread
 
     @classmethod
     def open(
@@ -97,8 +99,13 @@ class ShmComm(SlabComm):
             pids,
             beat=lambda now: self._set(self.rank, layout.AT_BEAT, now),
             closed=lambda peer: self._word(peer, layout.AT_BEAT) == CLOSED,
-            died=lambda peer: self.tell(Code.DIED, peer),
+            died=self._died,
         )
+
+    def _died(self, peer: int) -> None:
+        self.tell(Code.DIED, peer)
+        for told in self.on_death:
+            told(peer)
 
     @property
     def memory(self) -> tuple[int, int]:
