@@ -126,7 +126,9 @@ def doctor(
     if isinstance(found, RefusedError):
         return document(inputs, found, stock=stock)
     inputs = dataclasses.replace(inputs, model=view_of(found))
-    return document(inputs, found.selection, stock=stock)
+    refusal = found.refusal()  # what `serve` would say of the same plan
+    against = [] if refusal is None else refusals(refusal)
+    return document(inputs, found.selection, against, stock)
 
 
 def _resolved(intent: Intent) -> Resolved | RefusedError:

@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from sample_machines import healthy, processor, with_software
 
 from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.intent import Intent
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
 from metainfer.doctor import report, text_report
@@ -160,6 +162,18 @@ def test_a_refusal_without_reasons_is_still_a_blocker() -> None:
     error = RefusedError("a context of 9 tokens exceeds the model's 8.", "Less.", code="too_long")
     found = report.document(healthy(), error)["findings"]
     assert isinstance(found, list) and found[0]["id"] == "ops.too_long"
+
+
+def test_what_serve_would_refuse_here_is_a_blocker_here() -> None:
+    """A family that is planned only has kernels for every op that is asked for: that alone must
+    not read as health."""
+    document = report.doctor(Intent(model="random:tiny-glm-5.3", platform="cpu", context=64))
+    found: Any = document["findings"]
+    blockers = [each for each in found if each["severity"] == "blocker"]
+    assert {each["id"] for each in blockers} == {"ops.not-built"} and len(blockers) == 4
+    assert document["ops"] and report.exit_status(document) == 1
+    served = report.doctor(Intent(model="random:tiny-llama", platform="cpu", context=64))
+    assert report.exit_status(served) == 0
 
 
 def test_the_text_says_everything_that_the_document_says() -> None:
