@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
+import json
+import select
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 from metainfer.bench.client import Server
 from metainfer.core.errors import UserError
@@ -20,20 +20,17 @@ END_S = 60.0
 
 @contextmanager
 def own_server(words: Sequence[str], log: Callable[[str], None]) -> Iterator[Server]:
-    """``metainfer serve`` with `words`, ready, on a free port of this host.
+    """``metainfer serve`` with `words`, ready, on a port of this host that it takes itself.
 
     Raises:
         UserError: it did not become ready; the cause is what it printed last.
     """
-    port = _free_port()
     command = [sys.executable, "-m", "metainfer.cli.main", "serve", *words]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    log(f"starting a server on port {port}")
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=sys.stderr)
+    command += ["--host", "127.0.0.1", "--port", "0", "--json"]
+    log("starting a server")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sys.stderr)
     try:
-        server = Server("127.0.0.1", port)
-        _wait(process, server)
-        yield server
+        yield Server("127.0.0.1", _port(process))
     finally:
         process.terminate()
         try:
@@ -41,27 +38,23 @@ def own_server(words: Sequence[str], log: Callable[[str], None]) -> Iterator[Ser
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def _wait(process: subprocess.Popen[bytes], server: Server) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise UserError(
-                f"the server ended with exit code {process.returncode} before it was ready.",
-                "See its lines above.",
-                code="server_ended",
-            )
-        try:
-            asyncio.run(server.get("/ready"))
-        except UserError:
-            time.sleep(0.2)
-        else:
-            return
-    raise UserError(f"the server was not ready within {START_S:.0f} s.", code="server_slow")
+def _port(process: subprocess.Popen[bytes]) -> int:
+    """Of the one document that a server prints: once it is ready, or why it never will be."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], START_S)[0]:
+        raise UserError(f"the server was not ready within {START_S:.0f} s.", code="server_slow")
+    line = process.stdout.readline()
+    told = json.loads(line) if line else {}
+    if "url" not in told:
+        raise UserError(
+            f"the server ended with exit code {process.wait()} before it was ready.",
+            "See its lines above.",
+            code="server_ended",
+        )
+    port = urlsplit(str(told["url"])).port
+    assert port is not None
+    return port

@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from metainfer.bench.own_server import own_server
 from metainfer.cli.main import run
+from metainfer.core.errors import UserError
 
 SHARED = "shared:concurrency=2,requests=4,prefix=64,groups=1,prompt=8,output=6"
+
+
+def test_a_server_that_does_not_start_is_told_with_its_exit_code(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match="ended with exit code 1 before it was ready"),
+        own_server([str(tmp_path / "no model")], lambda line: None),
+    ):
+        pass
 
 
 @pytest.mark.timeout(600)
