@@ -1,0 +1,327 @@
+"""A model as several rank processes, on one card and on two: agreement, memory, a death, speed.
+
+    python benchmarks/ranks_gpu.py --out FOLDER [--layers 12] [--seconds 420] [--only CASE ...]
+        [--model random:deepseek-v4-flash] [--platform cuda]
+
+Writes ``ranks_gpu.json`` after every section, and keeps what it has when one hangs: each is a
+process of its own with a time limit, and so are the ranks below it. Sections, in this order:
+
+* ``exact``: four layers in float32 with every op's torch version, as one process; what the same
+  weights over ranks are held to (log-probabilities, mean 1e-3 nats);
+* a case each: two ranks under a layout with collectives of a kind, on one card (correctness: they
+  share it by time slices) or on a card each, without or with peer access. It compares, checks the
+  bytes held against the ledger, says which paths were taken, kills rank 1 in mid-step, and times
+  decode and prefill at full depth where each rank has a card;
+* ``single``: the same rows of one process on one card.
+
+With ``--platform cpu --model random:tiny-llama`` it runs on a host, which tests the script itself.
+Exit status 1 when something is wrong; slow is reported, not hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from gpu_check import decode_seconds, prefill_seconds, prompt_logprobs, row, submit
+from v4_gpu import torch_pins
+
+from metainfer.core.intent import Intent
+from metainfer.engine.engine import Engine
+from metainfer.planner.opening import open_model
+
+MEAN_BAR = 1e-3
+DEATH_BAR_S = 3.0
+EXACT_LAYERS = 4
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two ranks. `cards`: that are needed; on one, both are on it."""
+
+    layout: str
+    collectives: str
+    cards: int
+    environ: dict[str, str] = field(default_factory=dict)
+    seconds: float = 150.0
+
+
+NO_PEER = {"NCCL_P2P_DISABLE": "1"}
+CASES = {
+    "one card, tp2, ipc": Case("tp2", "ipc", 1),
+    "one card, tp2, host": Case("tp2", "host", 1),
+    "one card, ep2, host": Case("ep2", "host", 1),
+    "two cards, tp2, host": Case("tp2", "host", 2),
+    "two cards, ep2, host": Case("ep2", "host", 2),
+    "two cards, tp2, nccl without peers": Case("tp2", "nccl", 2, NO_PEER),
+    "two cards, tp2, ipc": Case("tp2", "ipc", 2),
+    "two cards, tp2, nccl": Case("tp2", "nccl", 2),
+}
+SECTIONS = ("exact", *CASES, "single")
+
+
+def wish(args: argparse.Namespace, layers: int, **more: Any) -> Intent:
+    joint = "&" if "?" in args.model else "?"
+    model = f"{args.model}{joint}layers={layers}" if layers else args.model
+    return Intent(model=model, platform=args.platform, **more)
+
+
+def exact_wish(args: argparse.Namespace, **more: Any) -> Intent:
+    """Few layers, float32, torch versions: what is left are sums in another order."""
+    layers = EXACT_LAYERS if args.layers else 0
+    given: dict[str, Any] = {"context": min(1024, args.context), "concurrency": 2}
+    if args.platform != "cpu":
+        pins, layouts = torch_pins(wish(args, layers).model, args.platform)
+        given |= {"ops": pins, "layouts": layouts}
+    return wish(args, layers, dtype="float32", **given, **more)
+
+
+def prompt_of(args: argparse.Namespace) -> list[int]:
+    vocab = open_model(wish(args, EXACT_LAYERS if args.layers else 0).model).arch.vocab_size
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(20, vocab, (args.tokens,), generator=generator).tolist()
+
+
+def over_ranks(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    if args.platform == "cpu":
+        return {"parallel": case.layout}
+    return {
+        "parallel": case.layout,
+        "collectives": case.collectives,
+        "one_card": case.cards == 1,
+    }
+
+
+def exact(args: argparse.Namespace) -> Report:
+    found = prompt_logprobs(exact_wish(args), prompt_of(args))
+    torch.save(found, args.out / "exact.pt")
+    return {"tokens": len(found), "mean_nats": float(found.mean())}
+
+
+def compare(case: Case, args: argparse.Namespace) -> Report:
+    """Log-probabilities over ranks against those of one process."""
+    reference = torch.load(args.out / "exact.pt")
+    found = prompt_logprobs(exact_wish(args, **over_ranks(case, args)), prompt_of(args))
+    off = (found - reference).abs()
+    mean = float(off.mean())
+    return {
+        "mean_nats": mean,
+        "worst_nats": float(off.max()),
+        "bar": MEAN_BAR,
+        "wrong": [] if mean <= MEAN_BAR else [f"mean difference {mean:.2e} nats"],
+    }
+
+
+def full(args: argparse.Namespace, **more: Any) -> Engine:
+    engine = Engine(
+        wish(
+            args,
+            args.layers,
+            context=args.context,
+            concurrency=64 if args.platform == "cuda" else 8,
+            prefix_cache=False,
+            **more,
+        ),
+        lambda p: print(f"  {p.phase} {p.seconds:.1f} s", flush=True) if p.seconds else None,
+    )
+    engine.start()
+    return engine
+
+
+def rows(engine: Engine, args: argparse.Namespace) -> list[Report]:
+    found = []
+    batches = ((1, 1024), (8, 1024), (64, 1024)) if args.platform == "cuda" else ((2, 64),)
+    for batch, context in batches:
+        seconds = decode_seconds(engine, batch, context, steps=24)
+        found.append(row(f"decode, batch {batch}, context {context}", seconds, 0.0))
+    for tokens in (2048, 8192) if args.platform == "cuda" else (64,):
+        found.append(row(f"prefill, {tokens} tokens", prefill_seconds(engine, tokens, 4), 0.0))
+    return found
+
+
+def resident(engine: Engine) -> Report:
+    """Bytes of the first rank beside the plan's ledger, kind by kind."""
+    assert engine.resolved is not None
+    planned: dict[str, int] = {}
+    for item in engine.resolved.plan.ledger:
+        planned[item.kind] = planned.get(item.kind, 0) + item.bytes
+    held = engine.held_bytes
+    wrong = [
+        f"{kind}: {held[kind]:,} B held, {planned.get(kind, 0):,} planned"
+        for kind in ("weights", "kv")
+        if held[kind] > planned.get(kind, 0)
+    ]
+    return {"held": held, "planned": {k: planned.get(k) for k in held}, "wrong": wrong}
+
+
+def kill(engine: Engine, args: argparse.Namespace) -> Report:
+    """Rank 1 is killed while a step runs; what is raised, how soon, and what is left."""
+    group: Any = engine._executor._group  # type: ignore[union-attr]
+    pids = list(group.pids)
+    struck: list[float] = []
+
+    def strike() -> None:
+        time.sleep(0.3)
+        struck.append(time.monotonic())
+        os.kill(pids[1], signal.SIGKILL)
+
+    submit(engine, 2, min(512, args.context // 2), min(1000, args.context // 4))
+    thread = threading.Thread(target=strike)
+    thread.start()
+    error = ""
+    limit = time.monotonic() + 60
+    try:
+        while time.monotonic() < limit:
+            engine.step()
+            if not engine.has_work:
+                submit(engine, 2, 64, 40)
+    except Exception as raised:  # noqa: BLE001 - whatever it is, it is the finding
+        error = f"{type(raised).__name__}: {raised}"
+    took = time.monotonic() - (struck[0] if struck else limit)
+    thread.join()
+    engine.close()
+    left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    wrong = [f"process {pid} is left" for pid in left]
+    if "rank 1" not in error:
+        wrong.append("the error does not name rank 1")
+    if took > DEATH_BAR_S:
+        wrong.append(f"it took {took:.1f} s to be noticed")
+    return {"error": error, "s": took, "wrong": wrong}
+
+
+def case_section(name: str, args: argparse.Namespace) -> Report:
+    case = CASES[name]
+    report: Report = {"case": vars(case) | {}, "agreement": compare(case, args)}
+    keep(name, args, report)
+    before = torch.cuda.mem_get_info(0)[0] if args.platform == "cuda" else 0
+    engine = full(args, **over_ranks(case, args))
+    report["start_phases"] = engine._phases
+    report["resident"] = resident(engine)
+    keep(name, args, report)
+    timed = case.cards == 2 or args.platform == "cpu"
+    report["rows"] = rows(engine, args) if timed else "time slices of one card say nothing"
+    group: Any = engine._executor._group  # type: ignore[union-attr]
+    report["paths"] = [
+        {key: found["share"] for key, found in each.items()} for each in group.call("collectives")
+    ]
+    keep(name, args, report)
+    report["killed"] = kill(engine, args)
+    if args.platform == "cuda":
+        time.sleep(1.0)
+        gone = before - torch.cuda.mem_get_info(0)[0]
+        report["not_given_back_bytes"] = gone
+        if gone > 1 << 30:
+            report["killed"]["wrong"].append(f"{gone:,} B of the card are not back")
+    return report
+
+
+def single(args: argparse.Namespace) -> Report:
+    engine = full(args)
+    found = {"rows": rows(engine, args), "resident": resident(engine)}
+    engine.close()
+    return found
+
+
+def keep(name: str, args: argparse.Namespace, report: Report) -> None:
+    """What a section has so far; its parent takes it when the rest does not come."""
+    part = args.out / f".{SECTIONS.index(name)}.json"
+    part.write_text(json.dumps(report, indent=1, default=str))
+
+
+def child(name: str, args: argparse.Namespace, limit: float) -> Report:
+    environ = {**os.environ, **(CASES[name].environ if name in CASES else {})}
+    command = [sys.executable, *sys.argv, "--section", name]
+    begin = time.monotonic()
+    failed = ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
+    ) as running:
+        try:
+            said, _ = running.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            failed = f"no end after {limit:.0f} s"
+            running.send_signal(signal.SIGTERM)
+            try:
+                said, _ = running.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                said, _ = running.communicate()
+    part = args.out / f".{SECTIONS.index(name)}.json"
+    found: Report = json.loads(part.read_text()) if part.exists() else {}
+    part.unlink(missing_ok=True)
+    if running.returncode and not failed:
+        failed = f"status {running.returncode}"
+    if failed:
+        found |= {"failed": failed, "said": said[-3000:]}
+    return found | {"section_s": round(time.monotonic() - begin, 1)}
+
+
+def wrong_in(found: Report) -> list[str]:
+    wrong = [found["failed"]] if "failed" in found else []
+    for each in found.values():
+        if isinstance(each, dict):
+            wrong += each.get("wrong", [])
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="random:deepseek-v4-flash")
+    parser.add_argument("--layers", type=int, default=12, help="0: as the model is")
+    parser.add_argument("--platform", default="cuda")
+    parser.add_argument("--context", type=int, default=16384)
+    parser.add_argument("--tokens", type=int, default=300, help="of the compared prompt")
+    parser.add_argument("--seconds", type=float, default=420)
+    parser.add_argument("--only", nargs="*", default=list(SECTIONS))
+    parser.add_argument("--section", help="run one section in this process")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.section:
+        steps = {"exact": exact, "single": single}
+        run = steps.get(args.section)
+        keep(args.section, args, run(args) if run else case_section(args.section, args))
+        return 0
+    end = time.monotonic() + args.seconds
+    cards = torch.cuda.device_count() if args.platform == "cuda" else 2
+    report: Report = {
+        "device": torch.cuda.get_device_name() if args.platform == "cuda" else "host",
+        "devices": cards,
+        "torch": torch.__version__,
+        "command": " ".join(sys.argv),
+    }
+    for name in [each for each in SECTIONS if each in args.only]:
+        case, left = CASES.get(name), end - time.monotonic()
+        if case is not None and case.cards > cards:
+            report[name] = {"skipped": f"needs {case.cards} cards"}
+        elif left < 20:
+            report[name] = {"skipped": "no time left"}
+        else:
+            report[name] = child(name, args, min(left, case.seconds if case else 120.0))
+        print(f"{name}: {json.dumps(report[name], default=str)[:600]}", flush=True)
+        (args.out / "ranks_gpu.json").write_text(json.dumps(report, indent=1, default=str))
+    bad = {n: w for n in SECTIONS if (w := wrong_in(report.get(n, {})))}
+    print(json.dumps(bad, indent=1) if bad else "nothing wrong")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Exception:  # noqa: BLE001 - a section's words reach its parent
+        traceback.print_exc()
+        sys.exit(2)
