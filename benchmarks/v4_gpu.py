@@ -1,21 +1,27 @@
 """DeepSeek-V4-Flash shapes through the whole engine on one device: agreement, memory, speed.
 
     python benchmarks/v4_gpu.py --out FOLDER [--layers 12] [--model random:deepseek-v4-flash]
-        [--platform cuda] [--context 34816] [--quick]
+        [--platform cuda] [--context 34816] [--quick] [--cold]
 
 Agreement: the same weights at 4 layers with the kernels that `auto` chooses, and with every op
 pinned to its torch version, both in bf16; how far each is from the torch versions in float32. The
 chosen kernels may be 1.25 times as far as the others. Speed: rows of the peers'
 table (prefill, decode by batch), wall time with the host's work in it. Limits: decode reads every
 dense weight, the experts that uniform routing touches, and the cached entries that a query sees,
-at the copy rate measured here. Writes ``v4_gpu.json``; exit status 1 when the agreement fails.
+at the copy rate measured here. Captured steps must give the bits of their ops on the same shapes,
+and no kernel may be compiled once the engine is ready: both are judged by a workload of mixed
+lengths. ``--cold`` starts with empty caches of compiled kernels. Writes ``v4_gpu.json``; exit
+status 1 when agreement, equality or readiness fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +31,7 @@ from gpu_check import ceilings, decode_seconds, prefill_seconds, prompt_logprobs
 
 from metainfer.bench.conditions import conditions
 from metainfer.core.intent import Intent
+from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.engine import Engine
 from metainfer.engine.machine import open_machine
 from metainfer.models.deepseek_v4 import cost
@@ -42,10 +49,13 @@ def main() -> int:
     parser.add_argument("--platform", default="cuda")
     parser.add_argument("--context", type=int, default=34816)
     parser.add_argument("--quick", action="store_true", help="fewer rows")
+    parser.add_argument("--cold", action="store_true", help="empty caches of compiled kernels")
     parser.add_argument("--skip-agreement", action="store_true")
     parser.add_argument("--skip-speed", action="store_true")
     args = parser.parse_args()
-    report: dict[str, Any] = {"command": " ".join(sys.argv)}
+    report: dict[str, Any] = {"command": " ".join(sys.argv), "cold": args.cold}
+    if args.cold:
+        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     args.out.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:
@@ -59,14 +69,56 @@ def main() -> int:
         return 0 if report["agreement"]["ok"] else 1
     engine = started(args, report)
     keep()
+    report["graphs"] = captured_against_eager(engine, args.quick)
+    keep()
     report["rows"] = []
     for measured in rows(engine, args, report["ceilings"]["copy_bytes_s"]):
         report["rows"].append(measured)
         keep()
     if args.platform == "cuda":
         report["peak_bytes"] = torch.cuda.max_memory_allocated()
-        keep()
-    return 0 if report.get("agreement", {}).get("ok", True) else 1
+    report["compiled_after_ready"] = engine.compiles.count
+    keep()
+    print(f"kernels compiled after ready: {engine.compiles.count}")
+    fine = report.get("agreement", {}).get("ok", True) and report["graphs"]["ok"]
+    return 0 if fine and not engine.compiles.count else 1
+
+
+def captured_against_eager(engine: Engine, quick: bool) -> dict[str, Any]:
+    """Logits of the same mixed workload, replayed and op by op: rows, and values that differ."""
+    assert engine._executor is not None and engine.resolved is not None
+    executor: Any = engine._executor
+    limit, vocab = engine.resolved.plan.limits.max_context, engine.resolved.arch.vocab_size
+    rng = random.Random(11)
+    lengths = [rng.choice((1, 3, 70, 129, 500, 1100)) for _ in range(6 if quick else 24)]
+    prompts = [[rng.randrange(20, vocab) for _ in range(min(n, limit - 40))] for n in lengths]
+
+    def rows() -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        finish = executor._finish
+
+        def kept(segment: Any, logits: Any, *rest: Any) -> Any:
+            if logits is not None:
+                found.append(logits.float().cpu())
+            return finish(segment, logits, *rest)
+
+        executor._finish = kept
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+            engine.submit(Request(f"graph-{number}-{time.monotonic_ns()}", tuple(prompt), params))
+        while engine.has_work:
+            engine.step()
+        del executor._finish
+        return found
+
+    replayed = rows()
+    with engine.eager():
+        eager = rows()
+    same = [len(a) for a in replayed] == [len(b) for b in eager]
+    off = sum(int((a != b).sum()) for a, b in zip(replayed, eager, strict=True)) if same else -1
+    replays = dict(executor._static.replays) if executor._static is not None else {}
+    print(f"captured against eager: {len(replayed)} steps, {off} values differ; replays {replays}")
+    return {"steps": len(replayed), "values_that_differ": off, "replays": replays, "ok": off == 0}
 
 
 def agreement(args: argparse.Namespace) -> dict[str, Any]:
@@ -125,10 +177,13 @@ def started(args: argparse.Namespace, report: dict[str, Any]) -> Engine:
     plan = engine.resolved.plan
     report["bundle"] = dict(plan.bundle)
     report["ops"] = {key: op.impl for key, op in plan.ops.items()}
-    report["graph_buckets"] = plan.graph_buckets
+    report["graphs_planned"] = [f"{g.phase} {g.tokens}/{g.runs}" for g in plan.graphs]
+    report["not_captured"] = [
+        loser.value for d in plan.decisions if d.key == "graph_buckets" for loser in d.losers
+    ]
     report["conditions"] = conditions(plan)
     ledger = {kind: sum(r.bytes for r in plan.ledger if r.kind == kind) for kind in
-              ("weights", "kv", "transient")}  # fmt: skip
+              ("weights", "kv", "transient", "graphs")}  # fmt: skip
     report["ledger"], report["held"] = ledger, engine._executor.held_bytes
     print(f"start to ready {report['start_s']:.1f} s; ledger {ledger}; held {report['held']}")
     return engine

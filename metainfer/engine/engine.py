@@ -28,6 +28,7 @@ from metainfer.engine.recorder import FlightRecorder
 from metainfer.engine.stacks import StackTimer
 from metainfer.engine.steps import Steps, guard_trace, set_guard
 from metainfer.engine.verdicts import status
+from metainfer.kernels.compiles import COMPILED_LATE, CompileWatch
 from metainfer.kv.book.manager import KVManager
 from metainfer.planner.drafts import MODEL, NGRAM
 from metainfer.planner.opening import OpenedModel, open_model
@@ -81,6 +82,7 @@ class Engine:
         self._desk = GrammarDesk(None)
         self._phase_name = ""
         self._steps: Steps | None = None
+        self.compiles = CompileWatch(self._compiled_late)
         self.resolved: Resolved | None = None
         self.on_step: Callable[[StepPlan, float], None] | None = None  # a plan, and its whole turn
 
@@ -126,6 +128,7 @@ class Engine:
             self._on_fault,
         )
         plan = resolved.plan
+        self.compiles.open()
         return EngineInfo(
             model=model.source.reference,
             vocab_size=resolved.arch.vocab_size,
@@ -165,6 +168,10 @@ class Engine:
         seconds = time.monotonic() - begin
         self._phases.append((name, seconds))
         self._on_progress(Progress(name, seconds))
+
+    def _compiled_late(self, text: str) -> None:
+        self._recorder.note(COMPILED_LATE, text)
+        self._on_fault(Fault(COMPILED_LATE, text))
 
     def _note(self, detail: str) -> None:
         self._on_progress(Progress(self._phase_name, None, detail))
@@ -350,6 +357,7 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the device."""
+        self.compiles.close()
         self._desk.close()
         if self._executor is not None:
             self._executor.close()
