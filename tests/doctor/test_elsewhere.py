@@ -114,7 +114,8 @@ def test_other_devices_are_not_claimed_to_be_used(name: str, model: OpenedModel)
     for row, lost in zip(others, losers, strict=True):
         assert row["feasible"] is (not row["reasons"]) is (row["kv_tokens"] is not None)
         said = [reason["message"] for reason in lost["reasons"]]
-        assert not row["feasible"] or "layouts over several cards run only when asked for with --parallel" in said
+        unasked = "layouts over several cards run only when asked for with --parallel"
+        assert not row["feasible"] or unasked in said
     why = next(row["why"] for row in document["decisions"] if row["key"] == "layouts")
     assert (f"1 of {count} devices" in why) == (count > 1)
     assert ("machine.devices" in ids(report.doctor(None, name))) == (count > 1)

@@ -407,7 +407,8 @@ def test_b08_the_group_table_says_logical_physical_and_ratio() -> None:
     assert seen.id == "pages.groups" and "multiples of 256 tokens" in seen.what
     assert "kv: 256 tokens a page, 256 entries" in seen.evidence
     assert "entries-1of4: 256 tokens a page, 64 entries" in seen.evidence
-    assert "one entry per 4 tokens" in seen.evidence and "local-window128: 64" in seen.evidence
+    assert "kernels walk 64 at a time, one entry per 4 tokens" in seen.evidence
+    assert "local-window128: 64" in seen.evidence
     coarse = form_groups((cache(0), cache(1, name="x", page_tokens=1152)), page_tokens=256)
     seen = one(pages.check(with_model(dataclasses.replace(view(), groups=coarse))))
     assert seen.id == "pages.grid" and seen.severity is Severity.SLOWS and "2304" in seen.what
