@@ -29,7 +29,8 @@ from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
 from metainfer.planner.amounts import Amounts
 from metainfer.planner.opening import open_model
-from metainfer.planner.steps import HIGH, LOW, SHARE, Bound, RankWork, StepCost, bound
+from metainfer.planner.steps import HIGH, LOW, SHARE, Bound, StepCost, bound
+from metainfer.planner.work import RankWork
 from metainfer.platform.facts import Facts
 from metainfer.platform.machine_catalog import find_machine
 

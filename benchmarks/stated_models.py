@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from metainfer.core.plan import LayoutPlan
 from metainfer.kv.book.spec import CacheSpec
-from metainfer.planner.steps import RankWork
+from metainfer.planner.work import RankWork
 
 M = 1e6
 MILLION = 1 << 20

@@ -8,10 +8,14 @@ drifts bends no single row; a sample is the median of what is alike.
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
+from metainfer.bench import path
+from metainfer.bench.client import Server
 from metainfer.bench.conditions import conditions
 from metainfer.bench.offline import drawn_prompts
 from metainfer.core.errors import InternalError, RefusedError
@@ -80,8 +84,19 @@ class _Steps:
         return found
 
 
-def run(intent: Intent, options: CalibrateOptions, log: Callable[[str], None]) -> dict[str, object]:
+Serve = Callable[[], AbstractContextManager[Server]]
+"""Starts a server of the same engine."""
+
+
+def run(
+    intent: Intent,
+    options: CalibrateOptions,
+    log: Callable[[str], None],
+    serve: Serve | None = None,
+) -> dict[str, object]:
     """Measure, fit, keep: ``{"calibration", "samples", "key", "conditions"}``.
+
+    `serve`: for what a server adds to steps; without it that stays 0.
 
     Raises:
         RefusedError: the family has no cost model, or the plan has several ranks.
@@ -114,6 +129,11 @@ def run(intent: Intent, options: CalibrateOptions, log: Callable[[str], None]) -
     samples = steps.samples()
     told = conditions(resolved.plan) | {"repeats": options.repeats, "loads": len(loads)}
     fitted = calibration.calibrate(samples, origin=f"bench calibrate, {told['time']}")
+    if serve is not None:
+        with serve() as server:
+            found = asyncio.run(path.measure(server, fitted, cost, info.max_running, options.seed))
+        log(f"{found.request_s * 1e3:.2f} ms a request, {found.token_s * 1e3:.3f} ms a token")
+        fitted = replace(fitted, request_s=found.request_s, token_s=found.token_s)
     plan = resolved.plan
     key = calibration.key(resolved.arch, plan.model.dtype, resolved.selection.bundle, plan.threads)
     if options.keep:

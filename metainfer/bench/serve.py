@@ -83,7 +83,7 @@ async def measure(server: Server, options: ServeOptions, log: Log) -> dict[str, 
     await _alone(server)
     for number in range(options.warm_up):
         log(f"warm-up {number + 1} of {options.warm_up}")
-        await _serve(server, model, draw(_SHORT, vocab, 10_000 + options.seed + number))
+        await send(server, model, draw(_SHORT, vocab, 10_000 + options.seed + number))
     runs = []
     for repeat in range(options.repeats):
         seed = options.seed + repeat
@@ -151,7 +151,7 @@ async def _alone(server: Server) -> None:
 async def one_run(server: Server, model: str, workload: Workload, log: Log) -> dict[str, Any]:
     """One repeat: summary, the engine's counts beside it, and what was wrong with it."""
     before = await counters(server)
-    served = await _serve(server, model, workload)
+    served = await send(server, model, workload)
     after = await counters(server)
     told = summary(served)
     steps = after.since(before, "engine_steps")
@@ -222,7 +222,7 @@ def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"measured": measured, "spread": spread, "n": len(runs)}
 
 
-async def _serve(server: Server, model: str, workload: Workload) -> list[Served]:
+async def send(server: Server, model: str, workload: Workload) -> list[Served]:
     """Send every job when it arrives; in the order of the jobs."""
     release, served = Release(workload), {}
     begin = time.perf_counter()

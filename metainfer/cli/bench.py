@@ -129,11 +129,13 @@ def calibrate(
     Example: metainfer bench calibrate smollm2-135m
     """
     from metainfer.bench.calibrate import CalibrateOptions, run
+    from metainfer.bench.own_server import own_server
 
     if repeats < 1:
         raise UsageError("--repeats is at least 1.")
     options = CalibrateOptions(repeats=repeats, seed=seed, keep=not dry_run)
-    document = run(engine.intent(model), options, _log)
+    words = [model, *given(engine)]
+    document = run(engine.intent(model), options, _log, lambda: own_server(words, _log))
     found: Any = document["calibration"]
     rows: Any = document["samples"]
     lines = [
@@ -142,6 +144,8 @@ def calibrate(
         for row in rows
     ]
     lines.append(f"band {found['band']:.0%} from {found['samples']} kinds of steps")
+    request, token = found["request_s"] * 1e3, found["token_s"] * 1e3
+    lines.append(f"the server adds {request:.2f} ms a request, {token:.3f} ms a token")
     return Result(document, "\n".join(lines))
 
 

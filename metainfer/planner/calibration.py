@@ -80,12 +80,14 @@ class PhaseFit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """A `Price` of one model on one machine. `band`: half width, relative. `request_s`: of a
-    request beside its steps (server, tokenising). `origin`: how it was taken, for people."""
+    request until its engine has it, `token_s`: of a token from there to its client (`bench.path`).
+    `origin`: how it was taken, for people."""
 
     phases: Mapping[Phase, PhaseFit]
     band: float
     samples: int
     request_s: float = 0.0
+    token_s: float = 0.0
     origin: str = ""
 
     def __call__(self, phase: Phase, amounts: Amounts) -> float:
@@ -109,6 +111,7 @@ class Calibration:
             "band": self.band,
             "samples": self.samples,
             "request_s": self.request_s,
+            "token_s": self.token_s,
             "origin": self.origin,
         }
 
@@ -159,6 +162,7 @@ def calibration_from(payload: Any) -> Calibration:
             band=float(payload["band"]),
             samples=int(payload["samples"]),
             request_s=float(payload["request_s"]),
+            token_s=float(payload.get("token_s", 0.0)),
             origin=str(payload["origin"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

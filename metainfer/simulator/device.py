@@ -20,10 +20,11 @@ _STRIDE = 7919
 
 
 class PricedDevice:
-    """An `Executor`, synchronous. `host_s`: seconds of a step outside the device.
+    """An `Executor`, synchronous.
 
     Args:
         acceptance: chance that a draft is accepted, given that those before it were.
+        token_s: seconds of a token on its way to its client, which the next step waits for.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class PricedDevice:
         *,
         acceptance: float = 0.0,
         seed: int = 0,
+        token_s: float = 0.0,
     ) -> None:
         self._cost, self._price, self._clock = cost, price, clock
+        self._token_s = token_s
         self._acceptance, self._chance = acceptance, random.Random(seed)
         self._vocab = max(cost.work.vocab, 2)
         self._drawn: dict[int, int] = {}  # slot -> ids drawn so far, from a start of its own
@@ -61,6 +64,7 @@ class PricedDevice:
             seconds += took
             for rank in segment.ranks:
                 results += [self._run(run) for run in rank.runs]
+        seconds += self._token_s * sum(len(result.tokens) for result in results)
         self._clock.advance(seconds)
         return StepResult(plan.step, tuple(results), seconds)
 

@@ -1,8 +1,9 @@
 """The real scheduler and the real account of pages on a virtual clock.
 
 Nothing here decides: requests go to `Scheduler` as the engine's loop would hand them over, each
-plan costs what `Price` says, and the clock moves by that. Left out: tokenising and HTTP, which
-count as `request_s` before a request arrives.
+plan costs what `Price` says, and the clock moves by that. The way through the server is two
+numbers: requests pass it one after the other, `request_s` each, so that those of one moment reach
+the engine apart; tokens cost `token_s` each.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class World:
     price: Price
     caching: bool = True
     request_s: float = 0.0
+    token_s: float = 0.0
 
     def scheduler(self, clock: VirtualClock, drafts: DraftSource | None = None) -> Scheduler:
         sizes = replace(self.sizes, domains=self.domains)
@@ -88,7 +90,12 @@ class Simulation:
         drafting = world.config.max_drafts and not world.config.model_drafts
         self.scheduler = world.scheduler(self.clock, AnyDrafts() if drafting else None)
         self.device = PricedDevice(
-            world.cost, world.price, self.clock, acceptance=acceptance, seed=seed
+            world.cost,
+            world.price,
+            self.clock,
+            acceptance=acceptance,
+            seed=seed,
+            token_s=world.token_s,
         )
         self._world, self._workload = world, workload
         self._release = Release(workload)
@@ -97,6 +104,7 @@ class Simulation:
         self._coming: list[tuple[float, int, tuple[int, ...]]] = []  # heap, by time at the engine
         self._kv_used = 0.0
         self._gap = 0.0
+        self._passed = 0.0  # when the server is done with the latest request
 
     def run(self) -> Outcome:
         """Serve everything.
@@ -140,7 +148,8 @@ class Simulation:
         for index, at, prompt in self._release.ready(now):
             self._served[index] = Served(at, len(prompt))
             self._answers[index] = []
-            heapq.heappush(self._coming, (at + self._world.request_s, index, prompt))
+            self._passed = max(at, self._passed) + self._world.request_s
+            heapq.heappush(self._coming, (self._passed, index, prompt))
         while self._coming and self._coming[0][0] <= now:
             _, index, prompt = heapq.heappop(self._coming)
             params = SamplingParams(

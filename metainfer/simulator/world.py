@@ -61,4 +61,5 @@ def world_of(resolved: Resolved, facts: Facts, *, share: float = SHARE) -> World
         price=price,
         caching=plan.prefix_cache,
         request_s=0.0 if calibration is None else calibration.request_s,
+        token_s=0.0 if calibration is None else calibration.token_s,
     )

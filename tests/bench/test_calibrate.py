@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from metainfer.bench import path
 from metainfer.bench.calibrate import CalibrateOptions, Load, _loads, run
+from metainfer.bench.client import Server
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
+from metainfer.core.step import Phase
 from metainfer.engine.machine import open_machine
+from metainfer.planner.amounts import Amounts
 from metainfer.planner.opening import open_model
+from metainfer.simulator.outcome import Served
+from metainfer.simulator.workload import Workload
 
 INTENT = Intent(
     model="random:tiny-llama?layers=1", platform="cpu", context=128, concurrency=4, chunk_tokens=48
@@ -26,8 +35,20 @@ def test_a_calibration_is_measured_kept_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAINFER_CACHE", str(tmp_path))
-    before = planned()
-    found = run(INTENT, CalibrateOptions(repeats=1), lambda text: None)
+    before, begun = planned(), []
+
+    @contextmanager
+    def server() -> Iterator[Server]:
+        begun.append("up")
+        yield Server("nowhere", 0)
+        begun.append("down")
+
+    async def added(server: Server, price: Any, cost: Any, running: int, seed: int) -> path.Path:
+        begun.append(f"{server.host} {running}")
+        return path.Path(0.25, 0.125)
+
+    monkeypatch.setattr(path, "measure", added)
+    found = run(INTENT, CalibrateOptions(repeats=1), lambda text: None, server)
     rows: Any = found["samples"]
     assert {row["phase"] for row in rows} == {"chunk", "decode", "mixed"}
     decodes = [row["rows"] for row in rows if row["phase"] == "decode"]
@@ -43,6 +64,44 @@ def test_a_calibration_is_measured_kept_and_used(
     kept = after.chosen.calibration
     assert kept is not None and kept.to_json() == found["calibration"]
     assert kept.origin.startswith("bench calibrate, ")
+    assert begun == ["up", "nowhere 4", "down"]
+    assert (kept.request_s, kept.token_s) == (0.25, 0.125)
+
+
+def test_what_a_server_adds_is_what_steps_do_not_explain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone first token after 50 ms, 40 of them a step; gaps of 36 ms for four answers, of which
+    20 are a step."""
+
+    async def sent(server: Server, model: str, load: Workload) -> list[Served]:
+        if load.concurrency == 1:
+            assert load.longest == path.PROMPT + 1 and len(load.jobs) == path.LONE
+            return [Served(float(i), 32, [i + 0.05], [1]) for i in range(path.LONE)]
+        count = load.concurrency
+        assert count == 4
+        ends = [[1 + 0.2 * i + 0.036 * n for n in range(40)] for i in range(count)]
+        ends[0] = [each + 9.0 if n > 38 else each for n, each in enumerate(ends[0])]
+        return [Served(0.0, 32, times, [1] * 40) for times in ends]
+
+    async def models(self: Server, where: str) -> str:
+        return '{"data": [{"id": "m"}]}'
+
+    monkeypatch.setattr(path, "send", sent)
+    monkeypatch.setattr(Server, "get", models)
+    cost = planned().chosen.cost
+    assert cost is not None
+
+    def price(phase: Phase, amounts: Amounts) -> float:
+        assert amounts.rows == (32 if phase is Phase.CHUNK else 4)
+        return 0.04 if phase is Phase.CHUNK else 0.02
+
+    found = asyncio.run(path.measure(Server("nowhere", 0), price, cost, 4, 1))  # type: ignore[arg-type]
+    assert found.request_s == pytest.approx(0.01) and found.token_s == pytest.approx(0.004)
+
+    def slow(phase: Phase, amounts: Amounts) -> float:
+        return 9.0
+
+    found = asyncio.run(path.measure(Server("nowhere", 0), slow, cost, 4, 1))  # type: ignore[arg-type]
+    assert found == path.Path(0.0, 0.0)
 
 
 def test_a_dry_run_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.form import plain
 from metainfer.kv.book.spec import CacheSpec, GroupKind, form_groups
 from metainfer.planner.amounts import Amounts, Price
-from metainfer.planner.steps import RankWork, StepCost
+from metainfer.planner.steps import StepCost
+from metainfer.planner.work import RankWork
 from metainfer.scheduler.config import SchedulerConfig
 from metainfer.simulator.run import World
 
@@ -55,6 +56,7 @@ def world(
     domains: int = 1,
     caching: bool = True,
     request_s: float = 0.0,
+    token_s: float = 0.0,
     price: Price = price,
 ) -> World:
     spec = CacheSpec(layer=0, name="kv", kind=GroupKind.PAGED, form=plain("test", 8, "uint8"))
@@ -87,4 +89,5 @@ def world(
         price=price,
         caching=caching,
         request_s=request_s,
+        token_s=token_s,
     )

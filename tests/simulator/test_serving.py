@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,6 +33,25 @@ def test_one_request_by_hand() -> None:
     assert told["itl_s"]["p95"] == pytest.approx(0.011)  # type: ignore[index]
     assert told["output_tok_s"] == pytest.approx(5 / (first - 1.0 + 0.044))
     assert (found.phase_steps, found.steps) == ({"chunk": 1, "decode": 4}, 5)
+
+
+def test_requests_of_one_moment_reach_the_engine_one_after_the_other() -> None:
+    """A server reads them in turn: the first starts a step alone, and the others join the next."""
+    made = jobs(*[Job(prompt=(i + 20,) * 100, output=1, at_s=0.0) for i in range(3)])
+    waits = [each.times[0] for each in simulate(world(request_s=0.02, mixed=256), made).served]
+    first = 0.02 + 0.01 + 0.1
+    assert waits == pytest.approx([first, first + 0.01 + 0.2, first + 0.01 + 0.2])
+    at_once = [each.times[0] for each in simulate(world(), made).served]
+    assert at_once[0] == pytest.approx(0.01 + 0.256)  # a step of 256 tokens holds two and a half
+
+
+def test_tokens_cost_their_way_to_the_client() -> None:
+    prompt = tuple(range(20, 120))
+    made = jobs(*[Job(prompt=prompt, output=5, at_s=0.0), Job(prompt=prompt, output=5, at_s=0.0)])
+    found = simulate(world(token_s=0.003, caching=False), made)
+    for served in found.served:
+        gaps = [b - a for a, b in itertools.pairwise(served.times)]
+        assert gaps == pytest.approx([0.012 + 2 * 0.003] * 4)
 
 
 def test_a_closed_loop_queues() -> None:
