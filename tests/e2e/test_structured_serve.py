@@ -29,7 +29,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.base}/v1", api_key="x", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.base}/v1", api_key="x", max_retries=20) as client:
         yield client
 
 
@@ -96,7 +96,7 @@ def test_the_other_library_behind_the_same_server() -> None:
         assert plan["plan"]["grammar"] == "xgrammar"
         (decision,) = [one for one in plan["decisions"] if one["key"] == "grammar"]
         assert [loser["value"] for loser in decision["losers"]] == ["llguidance"]
-        with openai.OpenAI(base_url=f"{running.base}/v1", api_key="x", max_retries=2) as client:
+        with openai.OpenAI(base_url=f"{running.base}/v1", api_key="x", max_retries=20) as client:
             answer = client.chat.completions.parse(
                 model=MODEL, messages=MESSAGES, response_format=Person, seed=1, max_tokens=300
             )  # type: ignore[call-overload]
