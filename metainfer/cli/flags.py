@@ -91,6 +91,7 @@ INTENT_FIELDS = {
     "--allow-fallback": "allow_fallback",
     "--adapter": "adapters",
     "--no-prefix-cache": "prefix_cache",
+    "--no-graphs": "graphs",
     "--draft": "draft",
     "--grammar-backend": "grammar",
     "--model-option": "model_options",
@@ -183,6 +184,9 @@ class EngineFlags:
     no_prefix_cache: Annotated[
         bool, _flag("--no-prefix-cache", text="never reuse cached prefixes")
     ] = False
+    no_graphs: Annotated[bool, _flag("--no-graphs", text="capture no steps, launch op by op")] = (
+        False
+    )
     draft: Annotated[
         str | None,
         _flag(
@@ -235,6 +239,7 @@ class EngineFlags:
             mixed_tokens=self.mixed_prefill_tokens,
             threads=self.threads,
             prefix_cache=not self.no_prefix_cache,
+            graphs=not self.no_graphs,
             draft=self.draft,
             grammar=self.grammar_backend,
             model_options=parse_pairs(self.model_option, "--model-option"),

@@ -202,7 +202,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias(names=("--quantization", "-q"), refused=NATIVE),
     Alias(names=("--tokenizer",), refused="the tokenizer is read from the model's own files"),
     Alias(names=("--hf-overrides",), refused="a model's configuration is taken as it is"),
-    Alias(names=("--enforce-eager",), refused="the plan decides on graphs; no switch", takes=False),
+    Alias(names=("--enforce-eager",), ours="--no-graphs", takes=False),
     Alias(names=("--swap-space",), refused="there is no cache outside the device yet"),
     Alias(names=("--cpu-offload-gb",), refused="weights are not kept outside the device"),
     Alias(names=("--no-enable-chunked-prefill",), refused="prompts are always cut", takes=False),

@@ -31,6 +31,7 @@ DECISIONS: Mapping[str, str] = {
     "mixed_tokens": "limits.mixed_prefill_tokens",
     "threads": "threads",
     "prefix_cache": "prefix_cache",
+    "graphs": "graph_buckets",
     "grammar": "grammar",
     "draft": "draft",
     "model_options": "model",
@@ -63,10 +64,10 @@ class Intent:
     ranks on the first card, to prove a layout. `rank_of`, `of_machine`: run one rank of so many of
     a named machine, its peers emulated.
     `adapters`: name -> folder of a LoRA adapter.
-    `prefix_cache`: reuse of cached prefixes. `draft`: speculation, ``off``, ``ngram:N`` or
-    ``mtp:N``. `grammar`: the grammar library. `model_options`: switches of the model's family,
-    where its published code and its deployments differ. `said`: field -> where its value came from,
-    in words, where it was not simply a flag.
+    `prefix_cache`: reuse of cached prefixes. `graphs`: steps may be captured. `draft`: speculation,
+    ``off``, ``ngram:N`` or ``mtp:N``. `grammar`: the grammar library. `model_options`: switches of
+    the model's family, where its published code and its deployments differ. `said`: field -> where
+    its value came from, in words, where it was not simply a flag.
     """
 
     model: str
@@ -83,6 +84,7 @@ class Intent:
     mixed_tokens: int | None = None
     threads: int | None = None
     prefix_cache: bool = True
+    graphs: bool = True
     draft: str | None = None
     grammar: str | None = None
     model_options: Mapping[str, str] = field(default_factory=dict)

@@ -271,6 +271,8 @@ class Cards:
     ) -> list[LedgerRow]:
         """What captured steps take, if every op can be captured."""
         kind, limits, rank = self.facts.device.kind, self.limits, self._rank(of_decodes(layout))
+        if not self.intent.graphs:
+            return []
         shapes = graphs.wanted(kind, running, limits.step_tokens, self.draft, layout.data)
         width = DTYPE_BYTES[self.dtype]
         row = graphs.graph_row(shapes, rank, groups, limits.max_context, width)

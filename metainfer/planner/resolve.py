@@ -280,6 +280,8 @@ class _Resolver:
         )
         chosen = graphs.choose(selection, shapes, kind, cards.draft)
         origin = Origin.SEED if chosen.buckets else Origin.DERIVED
+        if not self.intent.graphs:
+            chosen, origin = graphs.GraphChoice((), "asked for"), self.intent.origin("graphs")
         self.ledger.record(
             "graph_buckets", chosen.buckets or "none", origin, chosen.why, chosen.losers
         )

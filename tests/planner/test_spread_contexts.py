@@ -283,7 +283,7 @@ def test_heads_of_their_own_are_not_dealt() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("tp8cs8", "a cache dealt over the ranks"), ("tp2ep8", "over several cards")],
+    [("tp8cs8", "a cache dealt over the ranks"), ("cp8/tp8cs4", "a cache dealt over the ranks")],
 )
 def test_what_is_planned_only_is_refused_by_name_when_started(name: str, said: str) -> None:
     refusal = planned(parallel=name).refusal()

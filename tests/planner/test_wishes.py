@@ -76,3 +76,78 @@ def test_one_bound_on_waiting_requests() -> None:
     asked = resolved(max_waiting=7)
     assert asked.plan.limits.max_waiting == 7
     assert decision(asked, "limits.max_waiting").origin is Origin.FLAG
+
+
+FOLLOWS = {
+    "phase_layout": "parallel",
+    "kv_domains": "parallel",
+    "graphs": "graphs",
+    "prefill_layout": "parallel",
+    "decode_layout": "parallel",
+    "joint_layout": "parallel",
+    "phases_apart": "parallel",
+}
+"""Decisions that say what follows from another, and the wish that moves that one."""
+FOUND = ("speed", "transients", "device", "machine", "evidence", "software")
+"""What is read or measured; a record of this machine, or a machine file, is its override."""
+
+OVERRIDES: dict[str, tuple[Any, str]] = {
+    "dtype": ("float16", "model.dtype"),
+    "context": (4096, "limits.max_context"),
+    "concurrency": (7, "limits.max_running"),
+    "max_waiting": (3, "limits.max_waiting"),
+    "kv_bytes": (1 << 30, ""),
+    "memory_share": (0.1, ""),
+    "page_tokens": (32, "kv_groups"),
+    "chunk_tokens": (2048, "limits.step_tokens"),
+    "mixed_tokens": (64, "limits.mixed_prefill_tokens"),
+    "threads": (3, "threads"),
+    "prefix_cache": (False, "prefix_cache"),
+    "graphs": (False, "graph_buckets"),
+    "draft": ("ngram:3", "draft"),
+    "ops": ({"rmsnorm": "torch"}, ""),
+    "layouts": ({"weight": "dense@1"}, "bundle"),
+    "parallel": ("single", "layouts"),
+}
+"""Wish -> a value that is not the planner's own, and the decision that must say whose it is."""
+
+
+def test_every_decision_is_someones_to_override_or_says_what_it_follows() -> None:
+    from test_spread_contexts import planned
+
+    wishes = set(DECISIONS.values())
+    for found in (resolved(), planned(), planned("random:qwen3-8b?layers=4", context=8192)):
+        for each in found.plan.decisions:
+            key = "ops" if each.key.startswith("ops.") else each.key
+            assert key in wishes or key in FOLLOWS or key in FOUND, key
+    assert set(FOLLOWS.values()) <= set(DECISIONS)
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_an_override_is_honoured_and_says_whose_it_is(name: str) -> None:
+    value, key = OVERRIDES[name]
+    usual, asked = resolved(), resolved(**{name: value})
+    own = ("parallel", "layouts")  # here the planner's own, so that only their author changes
+    assert (asked.plan.fingerprint != usual.plan.fingerprint) is (name not in own)
+    if key:
+        found = decision(asked, key)
+        assert found.origin is Origin.FLAG, (found.origin, found.why)
+        assert decision(usual, key).origin is not Origin.FLAG
+    elif name == "ops":
+        pinned = [d for d in asked.plan.decisions if d.origin is Origin.FLAG]
+        assert len(pinned) > 1 and all("rmsnorm" in d.key or d.key == "model" for d in pinned)
+    else:
+        assert asked.plan.kv_tokens < usual.plan.kv_tokens
+    given = {name: Origin.FILE}
+    moved = resolved(**{name: value}, origins=given).plan
+    assert moved.fingerprint == asked.plan.fingerprint
+    assert any(d.origin is Origin.FILE for d in moved.decisions) or not key
+
+
+def test_no_steps_are_captured_where_nobody_wants_it() -> None:
+    usual, asked = resolved(), resolved(graphs=False)
+    assert asked.plan.graphs == () == asked.plan.graph_buckets
+    held = [row.item for row in asked.plan.ledger]
+    assert not any("captured" in item for item in held)
+    if usual.plan.graphs:
+        assert asked.plan.kv_tokens >= usual.plan.kv_tokens
