@@ -7,6 +7,7 @@ opened; values (scales out of range) are checked here. An error leaves nothing b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -216,21 +217,25 @@ def _read_part(source: TensorSource, spec: WeightSpec, mine: RankPart) -> list[S
                 "The weights do not belong to this config; fetch the checkpoint again.",
                 code="bad_shape",
             )
-        raws.append(_cut(raw, name, mine))
+        raws.append(_cut(raw, name, mine, spec.unit_of(spec.tensors.index(name))))
     return raws
 
 
-def _cut(raw: Stored, name: str, mine: RankPart) -> Stored:
-    """Rows or columns, between blocks that share a scale; the tensor itself where it is whole."""
+def _cut(raw: Stored, name: str, mine: RankPart, unit: int) -> Stored:
+    """Rows or columns, between blocks that share a scale, in whole units; the tensor itself where
+    it is whole. What is lacking to the size of the largest part is zero."""
     if mine.cut not in ("rows", "columns") or mine.parts == 1:
         return raw
     dim = 0 if mine.cut == "rows" else 1
     extent, what = raw.shape[dim], f"{mine.cut} of {name}"
     if isinstance(raw, BlockTensor):
-        shards = split(extent, mine.parts, raw.format.block[dim], pad=False, what=what)
+        block = math.lcm(raw.format.block[dim], unit)
+        shards = split(extent, mine.parts, block, pad=block == unit, what=what)
         return take(raw, dim, shards[mine.part])
     block = BLOCKS.get(raw.scheme, (1, 1))[0] if dim else 1
-    return take_raw(raw, dim, split(extent, mine.parts, block, pad=False, what=what)[mine.part])
+    block = math.lcm(block, unit)
+    shards = split(extent, mine.parts, block, pad=block == unit, what=what)
+    return take_raw(raw, dim, shards[mine.part])
 
 
 def _plain(raw: Stored, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor:
@@ -247,7 +252,7 @@ def _bias(source: TensorSource, spec: WeightSpec, mine: RankPart) -> torch.Tenso
     if not spec.bias or (mine.cut == "columns" and mine.part):
         return None
     part = mine if mine.cut == "rows" else WHOLE
-    raws = [_cut(source.read(name), name, part) for name in spec.bias]
+    raws = [_cut(source.read(n), n, part, spec.unit_of(i)) for i, n in enumerate(spec.bias)]
     return torch.cat([dequantise(raw, torch.float32) for raw in raws])
 
 

@@ -48,24 +48,27 @@ def take(tensor: BlockTensor, dim: int, shard: Shard) -> BlockTensor:
 
 
 def take_raw(raw: RawTensor, dim: int, shard: Shard) -> RawTensor:
-    """Rows (`dim` 0) or columns (1) of one rank of a dense or ggml tensor; a copy.
+    """Rows (`dim` 0) or columns (1) of one rank of a dense or ggml tensor, padded with zeros to the
+    executed extent; a copy.
 
-    Columns of ggml's blocks are cut between blocks. Nothing is padded here: `ModelError`
-    (``shard_block``) where the executed extent exceeds the logical one.
+    Columns of ggml's blocks are cut between blocks (`ModelError`, ``shard_block``); a block of zero
+    bytes has scale zero.
     """
-    start, count = shard.start, shard.extent.logical
+    start, count, whole = shard.start, shard.extent.logical, shard.extent.executed
     elements, size = BLOCKS.get(raw.scheme, (1, 1)) if dim == 1 else (1, 1)
-    if shard.extent.padding or start % elements or count % elements:
+    if start % elements or count % elements or whole % elements:
         raise ModelError(
             f"Elements {start}..{start + count} of a {raw.scheme} tensor, executed as "
             f"{shard.extent.executed}, are not whole blocks of {elements}.",
             "Choose another number of ranks.",
             code="shard_block",
         )
-    shape = list(raw.shape)
-    shape[dim] = count
-    data = raw.data.narrow(dim, start // elements * size, count // elements * size)
-    return RawTensor(raw.scheme, tuple(shape), data.clone(memory_format=torch.contiguous_format))
+    shape, extent = list(raw.shape), list(raw.data.shape)
+    shape[dim], extent[dim] = whole, whole // elements * size
+    data = raw.data.new_zeros(extent)
+    held = count // elements * size
+    data.narrow(dim, 0, held).copy_(raw.data.narrow(dim, start // elements * size, held))
+    return RawTensor(raw.scheme, tuple(shape), data)
 
 
 def pad_scale_columns(tensor: BlockTensor, tile: int) -> Tensor:

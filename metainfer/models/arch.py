@@ -31,7 +31,8 @@ class WeightSpec:
     `site`: the op site that reads it. `tensors`: canonical names in order, `rows` the N of each.
     `bias`: names likewise, empty for none. `shape`: (N, K) after concatenation, or (width,).
     `layer`: -1 outside the layers. `role`: whose layout packs it, ``weight`` or ``experts``.
-    `dtype`: what a plain weight is kept in; empty for the model's own.
+    `dtype`: what a plain weight is kept in; empty for the model's own. `units`: of each tensor, the
+    rows that no cut parts (of columns likewise, where these are cut); empty: any may be cut.
     """
 
     name: str
@@ -43,6 +44,10 @@ class WeightSpec:
     rows: tuple[int, ...] = ()
     role: str = "weight"
     dtype: str = ""
+    units: tuple[int, ...] = ()
+
+    def unit_of(self, tensor: int) -> int:
+        return self.units[tensor] if self.units else 1
 
     def tensor_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each of `tensors`."""

@@ -28,9 +28,10 @@ WHOLE, TWO = LayoutPlan(name="whole"), LayoutPlan(name="two", tensor=2)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """`count` equal tensors [n, k] of one site, in `scheme`; `bias`: their biases' elements.
+    """`count` equal tensors [n, k] of one site, in `scheme`; `bias`: how many of them have one.
 
-    `shared`: the tensors, where another site reads the same matrix; else empty.
+    `shared`: the tensors, where another site reads the same matrix; else empty. `unit`: rows, or
+    columns, that no cut parts.
     """
 
     site: str
@@ -39,6 +40,7 @@ class Stored:
     scheme: str
     n: int
     k: int
+    unit: int
     count: int
     bias: int = 0
 
@@ -90,20 +92,21 @@ def census(arch: Arch, scheme_of: Callable[[str], str]) -> Census:
     """Count a model's tensors; `scheme_of`: how each is stored."""
     specs = arch.packed_weights()
     uses = Counter(spec.tensors for spec in specs)
-    counts: dict[tuple[str, str, tuple[str, ...], str, int, int], int] = {}
-    biases: dict[tuple[str, str, tuple[str, ...], str, int, int], int] = {}
+    counts: dict[tuple[str, str, tuple[str, ...], str, int, int, int], int] = {}
+    biases: dict[tuple[str, str, tuple[str, ...], str, int, int, int], int] = {}
     for spec in specs:
         shared = spec.tensors if uses[spec.tensors] > 1 else ()
         head = (spec.site, spec.role, shared)
         kinds = Counter(
-            (scheme_of(name), shape[0], shape[1])
-            for name, shape in zip(spec.tensors, spec.tensor_shapes(), strict=True)
+            (scheme_of(name), shape[0], shape[1], spec.unit_of(index))
+            for index, (name, shape) in enumerate(
+                zip(spec.tensors, spec.tensor_shapes(), strict=True)
+            )
         )
         for kind, count in kinds.items():
             counts[*head, *kind] = counts.get((*head, *kind), 0) + count
-        if spec.bias:
-            first = (*head, *next(iter(kinds)))
-            biases[first] = biases.get(first, 0) + spec.shape[0]
+            if spec.bias:
+                biases[*head, *kind] = biases.get((*head, *kind), 0) + count
     small: Counter[tuple[str, str]] = Counter()
     for spec in arch.plain_weights():
         small[spec.site, spec.dtype] += spec.elements
@@ -125,7 +128,13 @@ def weight_rows(
         if shared and _read_before(counted.matrices, packing, shared, site):
             continue
         kind, parts = counted.cut(group[0], layout)
-        held = sum(_bytes(each, packing, width, kind, parts) for each in group)
+        split, pieces = counted.cut(group[0], layout.decoding)
+        if pieces == parts:
+            held = sum(_bytes(each, packing, width, kind, parts) for each in group)
+        else:  # a rank of a pair has every part, each filled up to the largest
+            again = sum(each.bias * each.n for each in group) * width if split is Cut.COLUMNS else 0
+            held = sum(_bytes(each, packing, width, split, pieces) for each in group) * pieces
+            held -= again * (pieces - 1)
         share = kind.value if parts == 1 else f"{kind.value}/{parts}"
         by_site[site] = (by_site.get(site, (0, ""))[0] + held, share)
     rows = [
@@ -176,18 +185,25 @@ def _read_before(
 
 
 def _bytes(each: Stored, packing: Layout, width: int, kind: Cut, parts: int) -> int:
-    n, k, count, bias = each.n, each.k, each.count, each.bias * width
+    n, k, count, bias = each.n, each.k, each.count, each.bias * each.n * width
 
     def nbytes(n: int, k: int) -> int:
         if packing.nbytes is None or each.site.partition(".")[0] in packing.decoded:
             return n * k * width
         return packing.nbytes(each.scheme, n, k)
 
-    if kind is Cut.ROWS and n % parts == 0:
-        return count * nbytes(n // parts, k) + -(-bias // parts)
-    if kind is Cut.COLUMNS and k % parts == 0:
-        return count * nbytes(n, k // parts) + bias
+    uneven = each.scheme not in FORMATS and each.scheme not in BLOCKS
+    if kind is Cut.ROWS and (uneven or n % (parts * each.unit) == 0):
+        n = _part(n, parts, each.unit)
+        return count * nbytes(n, k) + each.bias * n * width
+    if kind is Cut.COLUMNS and (uneven or k % (parts * each.unit) == 0):
+        return count * nbytes(n, _part(k, parts, each.unit)) + bias
     if kind is Cut.EXPERTS and count % parts == 0:
         return count // parts * nbytes(n, k) + bias
     # A cut that is refused elsewhere still says about how much it would hold.
     return -(-count * nbytes(n, k) // parts) + bias
+
+
+def _part(extent: int, parts: int, unit: int) -> int:
+    """The largest part, which all ranks allocate."""
+    return -(-extent // (parts * unit)) * unit

@@ -34,7 +34,7 @@ from metainfer.workers.ranks import ProcessGroup
 
 REQUESTS = int(os.environ.get("RANK_REQUESTS", "12"))  # per layout; 200 by hand
 CONTEXT, PAGE, CHUNK, RUNNING = 160, 16, 33, 8
-FOLDERS = {"llama": 132, "deepseek-v4": 256}
+FOLDERS = {"llama": 132, "uneven": 131, "deepseek-v4": 256}
 CASES = (
     ("llama", "tp2"),
     ("llama", "2x"),
@@ -42,7 +42,8 @@ CASES = (
     ("deepseek-v4", "ep2"),
     ("deepseek-v4", "tp2ep4"),
     ("llama", "cp2/dp2"),
-    ("llama", "cp2/tp2"),
+    ("uneven", "tp2"),
+    ("uneven", "cp2/tp2"),
     ("deepseek-v4", "cp2/dp2ep2"),
     ("deepseek-v4", "cp2/tp2"),
 )
@@ -52,6 +53,9 @@ CASES = (
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {name: tmp_path_factory.mktemp(name) for name in FOLDERS}
     save_tiny("llama", found["llama"], 0, vocab_size=FOLDERS["llama"])
+    # 9 query heads over 3 KV heads, as SmolLM2-135M has them; 81 channels; a vocabulary of 131.
+    uneven = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
+    save_tiny("llama", found["uneven"], 3, intermediate_size=81, **uneven)
     layers = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_hash_layers": 1}
     v4.save(v4.tiny(21, **layers, num_attention_heads=8, o_groups=4), found["deepseek-v4"])
     return found
@@ -89,7 +93,7 @@ def questions(alone: dict[str, Engine]) -> Callable[[str], Asked]:
     def of(family: str) -> Asked:
         rng = random.Random(family)
         stem = [rng.randrange(3, FOLDERS[family]) for _ in range(64)]
-        size, found = 12 if family == "llama" else 4, Asked(stem, [])
+        size, found = 4 if family == "deepseek-v4" else 12, Asked(stem, [])
         for _ in range(-(-REQUESTS // size)):
             prompts, params = drawn(rng, stem, size)
             wanted: list[Answer] = []
@@ -134,14 +138,15 @@ def drawn(
 def tight(folder: Path, family: str, layout: str) -> int:
     """Cache bytes of a rank for one long sequence and some; hits need more where windows are kept
     for them beside what runs."""
-    (shape,) = [each for each in FAMILIES if each.name == family]
+    name = family if family != "uneven" else "llama"
+    (shape,) = [each for each in FAMILIES if each.name == name]
     shape = replace(shape, context=CONTEXT)
     pages, states = (
         pool_bytes(shape, folder, concurrency=n, page_tokens=PAGE, chunk_tokens=CHUNK)
         for n in (1, RUNNING)
     )
-    cut = 2 if family == "llama" and layout.endswith("tp2") else 1
-    return int(pages[0] * (1.05 if family == "llama" else 1.6)) // cut + states[1]
+    heads = {"llama": 2, "uneven": 3 / 2}.get(family, 1) if layout.endswith("tp2") else 1
+    return int(pages[0] * (1.6 if family == "deepseek-v4" else 1.05) / heads) + states[1]
 
 
 @pytest.mark.timeout(900)
@@ -257,9 +262,15 @@ def test_what_cannot_be_spread_is_refused_before_anything_loads(folders: dict[st
     with pytest.raises(RefusedError) as caught:
         engine_of(folders, "llama", parallel="tp4")
     text = str(caught.value)
-    for reason in ("6 query heads do not divide by 4", "2 KV heads do not divide by 4"):
-        assert reason in text
-    told = r"'tp9' does not exist for this model on a CPU. There is: single, 2x, tp2, and so on up"
+    assert "2 KV heads, with their query heads, over 4 ranks, 1 each, leave a rank without" in text
+    with pytest.raises(RefusedError, match="3 KV heads, with their query heads, over 5 ranks"):
+        engine_of(folders, "uneven", parallel="cp5/tp5")
+    with pytest.raises(RefusedError) as caught:
+        engine_of(folders, "deepseek-v4", parallel="cp3/tp3")
+    text = str(caught.value)
+    for reason in ("4 output groups", "256 vocabulary rows", "8 experts"):
+        assert f"{reason} do not divide by 3" in text
+    told = r"'tp9' does not exist for this model on a CPU. There is: single, .*cp2/dp2.* and so on"
     with pytest.raises(UsageError, match=told):
         engine_of(folders, "llama", parallel="tp9")
     with pytest.raises(UsageError, match="'ep2' does not exist"):

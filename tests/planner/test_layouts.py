@@ -22,6 +22,7 @@ from metainfer.planner.layouts import (
     of_decodes,
     of_prompts,
     replicas,
+    runs,
 )
 from metainfer.planner.opening import OpenedModel, open_model
 from metainfer.planner.predict import predict
@@ -148,6 +149,13 @@ def test_every_layout_is_whole_and_named_once(devices: int, experts: int) -> Non
         assert each.tensor % each.shards == 0 and each.prefill in (1, each.ranks)
         for half in (of_prompts(each), of_decodes(each)):
             assert half.ranks == each.ranks and half.expert == each.expert
+
+
+def test_a_drafting_model_does_not_run_where_ranks_share_rows() -> None:
+    (pair,) = [each for each in enumerate_layouts(2, 0) if each.name == "cp2/tp2"]
+    assert runs(pair, "cpu", DraftPlan(method="ngram", depth=2)).accepted
+    (reason,) = runs(pair, "cpu", DraftPlan(method="mtp", depth=1)).reasons
+    assert reason.code == "draft" and "every row of a chunk" in reason.message
 
 
 # -- what a card holds -----------------------------------------------------------------------------
@@ -287,7 +295,8 @@ def test_uneven_kv_heads_are_refused_for_now() -> None:
     facts = with_cards(find_machine(SIX).facts, 16)
     found = by_name(resolved(QWEN, facts))["tp16"]
     assert not found.feasible
-    assert "8 KV heads do not divide by 16" in [reason.message for reason in found.reasons]
+    said = "8 KV heads, with their query heads, over 16 ranks, 1 each, leave a rank without any"
+    assert said in [reason.message for reason in found.reasons]
 
 
 def test_a_context_that_does_not_fit_says_what_would() -> None:

@@ -19,11 +19,12 @@ from metainfer.ops.linear.packed import PackedWeight
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """`embed`, `head` [V / ranks, D]; `peers`: the ranks that share them. `apart`: every rank asks
-    for words of its own."""
+    """`embed`, `head` [V / ranks, D], of the last rank filled up with zeros where `vocab` does not
+    divide; `peers`: the ranks that share them. `apart`: every rank asks for words of its own."""
 
     embed: PackedWeight
     head: PackedWeight
+    vocab: int
     peers: Peers = ALONE
     apart: bool = False
 
@@ -42,4 +43,5 @@ class Ends:
 
     def logits(self, rows: Tensor, linear: Callable[..., Tensor]) -> Tensor:
         """Logits [R, V] of hidden rows [R, D]; `linear`: the op that multiplies by the head."""
-        return self.peers.columns(linear(rows, self.head))
+        found = self.peers.columns(linear(rows, self.head))
+        return found if found.shape[1] == self.vocab else found[:, : self.vocab].contiguous()

@@ -55,7 +55,8 @@ class DeepSeekV4Model:
     ) -> None:
         self.arch, self.ranks = arch, ranks
         words = ranks.prompts if len(parts) > 1 else ranks.tensor
-        self.ends = Ends(packed["embed"], packed["lm_head"], words, apart=bool(parts))
+        ends = (packed["embed"], packed["lm_head"], arch.vocab_size)
+        self.ends = Ends(*ends, words, apart=bool(parts))
         self.norm = plain["norm"]
         self.collapse = tuple(plain[f"hc_head_{leaf}"] for leaf in ("fn", "base", "scale"))
         self.tables = (cos_sin, compress_cos_sin)  # [M, R] float32 each

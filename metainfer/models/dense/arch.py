@@ -121,7 +121,12 @@ class DenseArch:
         prefix = f"model.layers.{layer}"
 
         def matrix(
-            site: str, parts: tuple[str, ...], rows: tuple[int, ...], width: int, bias: bool
+            site: str,
+            parts: tuple[str, ...],
+            rows: tuple[int, ...],
+            width: int,
+            bias: bool,
+            units: tuple[int, ...] = (),
         ) -> WeightSpec:
             names = tuple(f"{prefix}.{part}_proj" for part in parts)
             return WeightSpec(
@@ -132,13 +137,15 @@ class DenseArch:
                 tuple(f"{name}.bias" for name in names) if bias else (),
                 layer,
                 rows,
+                units=units,
             )
 
-        hidden, ffn = self.hidden, self.ffn
+        hidden, ffn, head = self.hidden, self.ffn, self.head_dim
+        group = self.heads // self.kv_heads * head  # query rows that read one KV head
         qkv = ("self_attn.q", "self_attn.k", "self_attn.v")
         return [
-            matrix("qkv", qkv, self.qkv_rows, hidden, self.qkv_bias),
-            matrix("o", ("self_attn.o",), (hidden,), self.qkv_rows[0], self.o_bias),
+            matrix("qkv", qkv, self.qkv_rows, hidden, self.qkv_bias, (group, head, head)),
+            matrix("o", ("self_attn.o",), (hidden,), self.qkv_rows[0], self.o_bias, (group,)),
             matrix("gate_up", ("mlp.gate", "mlp.up"), (ffn, ffn), hidden, self.mlp_bias),
             matrix("down", ("mlp.down",), (hidden,), ffn, self.mlp_bias),
         ]
@@ -190,7 +197,7 @@ class DenseArch:
         heads = {"hq": self.heads, "hkv": self.kv_heads, "d": self.head_dim}
         layers, width = self.layers, {"d": self.hidden}
         found = [
-            ask("embed", {"n": self.vocab_size // self.ranks, **width}, 1),
+            ask("embed", {"n": -(-self.vocab_size // self.ranks), **width}, 1),
             ask("rmsnorm", width, 1 + (2 * layers if self.qk_norm else 0)),
             ask("add_rmsnorm", width, 2 * layers),
             ask("rope", {**heads, "rotated": self.rope.rotated}, layers, *self._rope_needs()),
@@ -208,7 +215,7 @@ class DenseArch:
         for spec in (*self._layer_matrices(0), self.packed_weights()[-1]):
             shape = {"n": spec.shape[0], "k": spec.shape[1]}
             if spec.layer < 0:
-                shape |= {"n": shape["n"] // self.ranks, "rows": logit_rows}
+                shape |= {"n": -(-shape["n"] // self.ranks), "rows": logit_rows}
             bias = ("bias",) if spec.bias else ()
             count = layers if spec.layer >= 0 else 1
             found.append(ask("linear", shape, count, *bias, site=spec.site))

@@ -64,7 +64,8 @@ class DenseModel:
         self.cos_sin = cos_sin  # [M, R] float32
         self.peers = ranks.tensor
         words = ranks.prompts if len(parts) > 1 else ranks.tensor
-        self.ends = Ends(packed["embed"], packed["lm_head"], words, apart=bool(parts))
+        ends = (packed["embed"], packed["lm_head"], arch.vocab_size)
+        self.ends = Ends(*ends, words, apart=bool(parts))
         self.norm = plain["norm"]
         self.parts = [_layers(arch, *part) for part in parts or ((packed, plain),)]
 

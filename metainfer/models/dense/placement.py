@@ -1,7 +1,9 @@
 """Which part of each weight of a dense model a rank holds, and every reason against a layout.
 
 Query and KV heads are cut together, so that a rank's heads find their keys on the rank; gate and
-up are cut alike. Uneven cuts and copied KV heads are refused. No torch.
+up are cut alike. Where they do not divide, the last rank's part is filled up with zeros, which add
+nothing: all ranks have one shape, and a step is as long as the largest part takes anyway. Copied KV
+heads, and ranks that would hold zeros alone, are refused. No torch.
 """
 
 from __future__ import annotations
@@ -47,10 +49,9 @@ def objections(
     tensor = layout.tensor
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     checks = [
-        _divides(arch.heads, tensor, "query heads"),
-        _divides(arch.kv_heads, tensor, "KV heads"),
-        _divides(arch.ffn, tensor, "FFN channels"),
-        _divides(arch.vocab_size, tensor, "vocabulary rows"),
+        _all_get(arch.kv_heads, tensor, "KV heads, with their query heads,"),
+        _all_get(arch.ffn, tensor, "FFN channels"),
+        _all_get(arch.vocab_size, tensor, "vocabulary rows"),
         require(
             layout.expert == 1,
             "experts",
@@ -74,7 +75,7 @@ def objections(
         whole = extent % tensor == 0 and extent // tensor % block == 0
         checks.append(
             require(
-                tensor == 1 or whole,
+                tensor == 1 or block == 1 or whole,
                 "shard-block",
                 f"{site}: {extent} over {tensor} ranks is {extent / tensor:g}, "
                 f"not a multiple of the block of {block}",
@@ -90,15 +91,17 @@ def objections(
 def on_rank(arch: DenseArch, layout: LayoutPlan) -> DenseArch:
     """What ops, caches and activations of one rank follow from: its heads and its channels."""
     tensor = layout.tensor
+    kv_heads = -(-arch.kv_heads // tensor)
     return replace(
         arch,
-        heads=-(-arch.heads // tensor),
-        kv_heads=-(-arch.kv_heads // tensor),
+        heads=kv_heads * (arch.heads // arch.kv_heads),
+        kv_heads=kv_heads,
         ffn=-(-arch.ffn // tensor),
         ranks=tensor,
     )
 
 
-def _divides(extent: int, parts: int, what: str) -> Verdict:
-    message = f"{extent} {what} do not divide by {parts}"
-    return require(extent % parts == 0, "divides", message, extent=extent, ranks=parts)
+def _all_get(extent: int, parts: int, what: str) -> Verdict:
+    share = -(-extent // parts)
+    message = f"{extent} {what} over {parts} ranks, {share} each, leave a rank without any"
+    return require((parts - 1) * share < extent, "divides", message, extent=extent, ranks=parts)
