@@ -454,8 +454,7 @@ def test_shipped_registry_is_native_on_cards_once_qualified(pair: tuple[int, int
     choices = select(registry, requests, card(pair), policy).bundle.choices
     decode = {c.request.op: c.impl.id for c in choices if c.request.phase is Phase.DECODE}
     assert decode["attn_paged"] == "attn_paged/triton-split" and decode["linear"] == "linear/torch"
-    fallbacks = {c.request.op for c in choices if c.quality is not Quality.NATIVE}
-    assert fallbacks == {"sample"}
+    assert not [c.request.op for c in choices if c.quality is not Quality.NATIVE]
 
 
 def test_weight_schemes_name_the_foreigner() -> None:
