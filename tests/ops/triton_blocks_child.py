@@ -171,7 +171,7 @@ def run_compress_cuts() -> float:
         whole = compressed(overlap, [])
         assert not whole[0].isnan().any() and not whole[1].isnan().any()
         draw = random.Random(7)
-        for seed in range(1, 7):
+        for seed in range(1, 4):
             cuts = sorted(draw.sample(range(1, 83), draw.choice([1, 2, 3, 6])))
             found = compressed(overlap, cuts, seed)
             wrong += sum(int((a != b).sum()) for a, b in zip(found, whole, strict=True))
