@@ -40,7 +40,10 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
     kernel = getattr(importlib.import_module(module), name)
     signature, constants, attributes = {}, {}, {}
     for place, (argument, kind) in enumerate(job["args"]):
-        if isinstance(kind, str):
+        if isinstance(kind, str) and kind.startswith("type:"):
+            signature[argument] = "constexpr"
+            constants[(place,)] = getattr(triton.language, kind.removeprefix("type:"))
+        elif isinstance(kind, str):
             signature[argument], _, multiple = kind.partition(":")
             if multiple or kind.startswith("*"):
                 attributes[(place,)] = [["tt.divisibility", 16]]

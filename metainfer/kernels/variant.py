@@ -3,7 +3,7 @@
 Each folder with compiled kernels lists its variants in ``audit.py`` (``VARIANTS``): the shapes that
 shipped plans choose. `args` maps every parameter in order to its type (``*bf16``, ``i32``,
 ``fp32``; an integer type with ``:16`` is a multiple of 16, as Triton specialises it) or to the
-value of a constant.
+value of a constant (``type:bfloat16``: one that is a type).
 """
 
 from __future__ import annotations

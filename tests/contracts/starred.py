@@ -137,6 +137,7 @@ HEAVY = (
     "ops.qualify",
     "ops.strides",
     "ops.trace",
+    "ops.triton_e4m3",
     "ops.triton_entries",
     "ops.*.ref",
     "ops.*.cases",

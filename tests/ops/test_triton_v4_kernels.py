@@ -19,7 +19,7 @@ CHILD = Path(__file__).with_name("triton_v4_child.py")
 RUNS = (
     "stream", "stream-splits", "chunk", "quantise", "quantise-nan", "plan", "sorted-plan",
     "experts-hidden", "experts-forms", "prepare", "attention", "attention-splits",
-    "decoded-pages", "decoded-attention",
+    "decoded-pages", "decoded-attention", "e4m3", "quantise-wide", "linear-wide", "experts-wide",
 )  # fmt: skip
 
 
@@ -59,9 +59,12 @@ def test_shared_memory_of_the_tables_fits_its_cards() -> None:
     for card, limit in (((9, 0), 232_448), ((8, 9), 101_376), ((12, 0), 101_376)):
         for rows in (16, linear.STREAM_ROWS):
             assert linear.stream_for(card, rows).shared_bytes(rows) <= limit
+            assert linear.stream_for(card, rows).shared_bytes(rows, wide=True) <= limit
         assert linear.chunk_for(card).shared_bytes() <= limit
-        assert experts.stream_for(card).shared_bytes() <= limit
-        assert experts.chunk_for(card).shared_bytes() <= limit
+        assert linear.chunk_for(card, wide=True).wide_bytes(card) <= limit
+        for wide in (False, True):
+            assert experts.stream_for(card, wide).shared_bytes(wide) <= limit
+            assert experts.chunk_for(card, wide).shared_bytes(wide) <= limit
         for scaled in (False, True):
             assert tile_for(card, scaled).shared_bytes(512, 2, card, scaled) <= limit
 
@@ -82,6 +85,15 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
             estimate = linear.stream_for(card, rows).shared_bytes(rows)
         elif name.startswith("linear-fp8-chunk"):
             estimate = linear.chunk_for(card).shared_bytes()
+        elif name.startswith("linear-bf16-stream"):
+            rows = int(name.rsplit("-", 1)[1])
+            estimate = linear.stream_for(card, rows).shared_bytes(rows, wide=True)
+        elif name.startswith("linear-bf16-chunk"):
+            estimate = linear.chunk_for(card, wide=True).wide_bytes(card)
+        elif name.startswith("experts-bf16-stream"):
+            estimate = experts.stream_for(card, wide=True).shared_bytes(wide=True)
+        elif name.startswith("experts-bf16-chunk"):
+            estimate = experts.chunk_for(card, wide=True).shared_bytes(wide=True)
         elif name.startswith("experts-wgmma"):
             wgmma = experts.WGMMA_STREAM if "stream" in name else experts.WGMMA_CHUNK
             estimate = wgmma.shared_bytes()

@@ -17,8 +17,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 import torch.nn.functional as F
 import triton
+import triton.language as tl
 from torch import Tensor
 
+from metainfer.formats import elements
 from metainfer.formats.activation import activation_fp8
 from metainfer.formats.block_codecs import BlockTensor, decode, encode
 from metainfer.formats.blocks import FORMATS
@@ -38,6 +40,7 @@ from metainfer.ops.moe_experts import mxfp4
 from metainfer.ops.moe_experts.tiles import Tile
 from metainfer.ops.moe_experts.triton_mxfp4 import plan_kernel
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
+from metainfer.ops.triton_e4m3 import e4m3_rounded, e4m3_values
 
 G = generator(11)
 
@@ -95,6 +98,61 @@ def run_quantise_nan() -> float:
     return float(scales.isnan().tolist() != [False, True, True, False])
 
 
+@triton.jit
+def e4m3_kernel(codes, values, x, rounded):
+    at = tl.program_id(0) * 256 + tl.arange(0, 256)
+    tl.store(values + at, e4m3_values(tl.load(codes + at)))
+    tl.store(rounded + at, e4m3_rounded(tl.load(x + at)))
+
+
+def run_e4m3() -> float:
+    """Every byte; every point of the grid, half way between each two, and noise over all sizes."""
+    codes = torch.arange(4096).to(torch.uint8)
+    points = elements.e4m3_decode(codes[:256])
+    known = points[~points.isnan()].sort().values
+    sizes = torch.exp2(torch.randint(-14, 8, (4096,), generator=G).float())
+    x = (torch.randn(4096, generator=G) * sizes).clamp(-448, 448)
+    x[: 2 * len(known) - 1] = torch.cat((known, (known[1:] + known[:-1]) / 2))
+    x[-1] = float("nan")
+    values, rounded = torch.full((4096,), -7.0), torch.full((4096,), -7.0)
+    e4m3_kernel[(16,)](codes, values, x, rounded)
+    truth = elements.e4m3_decode(elements.e4m3_encode(x))
+    same = torch.equal(values[:256].nan_to_num(7), points.nan_to_num(7))
+    return float(not same) + float(not torch.equal(rounded.nan_to_num(7), truth.nan_to_num(7)))
+
+
+def rough(*shape: int) -> Tensor:
+    """Noise between the grid's points: only rounding by integers gets it right here."""
+    return normal(G, *shape).float() * 3
+
+
+def run_quantise_wide() -> float:
+    """Also where a value lies half way between two points, and below the smallest binade."""
+    x = rough(5, 384)
+    x[0, :128] = torch.tensor([17.0, 19.0, 448.0, 2**-7.5, 0.0, -1.1]).repeat(22)[:128]
+    q, scales = quantise(x, wide=True)
+    back = (q.double().view(5, 3, 128) * scales.T.double().unsqueeze(-1)).flatten(1)
+    truth = activation_fp8(x).double()
+    x[2, 7] = float("nan")
+    blind = quantise(x, wide=True)[1][0]
+    lost = float(blind.isnan().tolist() != [False, False, True, False, False])
+    return max(off(back, truth), lost)
+
+
+def run_linear_wide() -> float:
+    """Both forms in the wide type on values that must be rounded, the weight as bytes."""
+    _, weight, _ = fp8()
+    x = rough(5, 512)
+    truth = activation_fp8(x).double() @ decode(weight, torch.float64).T
+    with poisoned():
+        few = stream(x, weight.data, weight.scale, tile=StreamTile(64, 4, 2), wide=True)
+        many = chunk(
+            *quantise(x, wide=True), weight.data, weight.scale, dtype=torch.float32,
+            tile=ChunkTile(16, 64, 4, 2), wide=True,
+        )  # fmt: skip
+    return max(off(few, truth), off(many, truth))
+
+
 def choose(tokens: int, k: int, count: int) -> Tensor:
     ids = torch.stack([torch.randperm(count, generator=G)[:k] for _ in range(tokens)]).int()
     if tokens > 4:
@@ -150,10 +208,10 @@ def run_sorted_plan() -> float:
 E, D, WIDTH, LIMIT = 4, 256, 128, 1.0
 
 
-def experts(chunked: bool) -> tuple[Tensor, Tensor]:
-    """(result, truth whose hidden values are not rounded) of one expert layer."""
+def experts(chunked: bool, wide: bool = False) -> tuple[Tensor, Tensor]:
+    """(result, truth) of one expert layer; the truth's hidden values are rounded if `wide`."""
     generator_state = G.get_state()
-    x, ids = grid(7, D), choose(7, 2, E)
+    x, ids = rough(7, D) if wide else grid(7, D), choose(7, 2, E)
     routes = torch.rand(7, 2, generator=G)
     up = encode(normal(G, E * 2 * WIDTH, D) * D**-0.5, FORMATS["mxfp4"])
     down = encode(normal(G, E * D, WIDTH) * WIDTH**-0.5, FORMATS["mxfp4"])
@@ -162,15 +220,18 @@ def experts(chunked: bool) -> tuple[Tensor, Tensor]:
     with poisoned():
         found = mxfp4.experts(
             x, ids, routes, *packed, experts=E, limit=LIMIT, tile=Tile(64, 16, 4, 2),
-            chunked=chunked,
+            chunked=chunked, wide=wide,
         )  # fmt: skip
     w13, w2 = decode(up, torch.float64), decode(down, torch.float64)
     truth = torch.zeros(7, D, dtype=torch.float64)
     for token, slot in (ids >= 0).nonzero().tolist():
         e = int(ids[token, slot])
-        both = w13.view(E, 2 * WIDTH, D)[e] @ x[token].double()
+        values = activation_fp8(x[token : token + 1])[0] if wide else x[token]
+        both = w13.view(E, 2 * WIDTH, D)[e] @ values.double()
         gate, lift = both[:WIDTH].clamp(max=LIMIT), both[WIDTH:].clamp(-LIMIT, LIMIT)
         hidden = F.silu(gate) * lift * routes[token, slot].double()
+        if wide:
+            hidden = activation_fp8(hidden[None].float())[0].double()
         truth[token] += w2.view(E, D, WIDTH)[e] @ hidden
     return found, truth
 
@@ -185,6 +246,15 @@ def run_experts_hidden() -> float:
 def run_experts_forms() -> float:
     few, many = experts(chunked=False)[0], experts(chunked=True)[0]
     return off(few, many.double())
+
+
+def run_experts_wide() -> float:
+    """What rounding decides differently after float32 sums is a step of one hidden value."""
+    worst = 0.0
+    for chunked in (False, True):
+        found, truth = experts(chunked, wide=True)
+        worst = max(worst, off(found, truth))
+    return worst
 
 
 def run_prepare() -> float:
@@ -252,7 +322,9 @@ def run_decoded_pages() -> float:
             parts.append((entries, entry_table, {"ratio": layout.ratio}))
         for pages, table, options in parts:
             with poisoned():
-                mine, mine_table = decoded(pages, table, *span, torch.float32, **options)
+                mine, mine_table = decoded(
+                    pages, table, *span, torch.float32, **options, native=layout.ratio != 4
+                )
             taken = []
             for s, (n, context) in enumerate(layout.sequences):
                 low, high = max(0, context - n - layout.window + 1), context
@@ -279,10 +351,11 @@ def run_decoded_attention() -> float:
         listed = layout.top_k or kept
         sequences = len(layout.sequences)
         assert decodes_first(rows, sequences, layout.window, listed, kept, layout.d)
-        with poisoned():
-            found = attn_sparse_scaled(*args, **options)
         truth = reference(args[0].double(), *args[1:], **options)
-        worst = max(worst, off(found, truth.double()))
+        for native in (True, False):
+            with poisoned():
+                found = attn_sparse_scaled(*args, **options, native=native)
+            worst = max(worst, off(found, truth.double()))
     return worst
 
 
@@ -296,6 +369,10 @@ RUNS: dict[str, Callable[[], float]] = {
     "sorted-plan": run_sorted_plan,
     "experts-hidden": run_experts_hidden,
     "experts-forms": run_experts_forms,
+    "e4m3": run_e4m3,
+    "quantise-wide": run_quantise_wide,
+    "linear-wide": run_linear_wide,
+    "experts-wide": run_experts_wide,
     "prepare": run_prepare,
     "attention": run_attention,
     "attention-splits": lambda: run_attention(4),

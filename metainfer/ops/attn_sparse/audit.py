@@ -5,13 +5,15 @@ from metainfer.ops.attn_sparse.tiles import SMALL, SMALL_SCALED, WGMMA, WGMMA_SC
 
 MODULE = "metainfer.ops.attn_sparse.triton"
 HOPPER, REST = ("sm_90",), ("sm_80", "sm_89", "sm_120")
+EIGHT, OLD = ("sm_89", "sm_120"), ("sm_80",)  # with the type e4m3, and without
 SHAPE = {
     "rows": 8, "hq": 64, "d": 512, "rotated": 64, "window": 128, "ratio": 4, "top_k": 512,
     "context": 8192,
 }  # fmt: skip
 
 
-def _sparse(tile: Tile, splits: int, scaled: bool, targets: tuple[str, ...]) -> Variant:
+def _sparse(tile: Tile, splits: int, scaled: int, targets: tuple[str, ...]) -> Variant:
+    """`scaled`: as the kernel's SCALED."""
     kind = "-fp8" if scaled else ""
     args: dict[str, str | int | bool] = {
         "q": "*bf16", "cache": "*u8" if scaled else "*bf16", "places": "*i64",
@@ -36,7 +38,7 @@ def _sparse(tile: Tile, splits: int, scaled: bool, targets: tuple[str, ...]) -> 
     )
 
 
-def _places(scaled: bool) -> Variant:
+def _places(scaled: int) -> Variant:
     page = 64 * 584 if scaled else 0
     kind = "-fp8" if scaled else ""
     args: dict[str, str | int | bool] = {
@@ -70,26 +72,31 @@ _MERGE = Variant(
     shape=SHAPE,
 )  # fmt: skip
 
-_PAGES = Variant(
-    impl="attn_sparse/triton-fp8",
-    name="sparse-decoded-pages",
-    kernel="metainfer.ops.attn_sparse.triton_decoded:pages_kernel",
-    args={
-        "data": "*u8", "table": "*i32", "positions": "*i64", "query_start": "*i32",
-        "context_lens": "*i32", "held": "*bf16", "held_table": "*i32", "width": "i32",
-        "stride": "i32", "window": "i32", "ratio": "i32", "spare": "i32", "PAGE": 64, "D": 512,
-        "TAIL": 64, "ROW": 576, "BYTES": 64 * 584, "SCALES": 8, "STEP": 16,
-    },
-    warps=8,
-    shape=SHAPE,
-)  # fmt: skip
+
+def _pages(scaled: int, targets: tuple[str, ...]) -> Variant:
+    return Variant(
+        impl="attn_sparse/triton-fp8",
+        name=f"sparse-decoded-pages-{scaled}",
+        kernel="metainfer.ops.attn_sparse.triton_decoded:pages_kernel",
+        args={
+            "data": "*u8", "table": "*i32", "positions": "*i64", "query_start": "*i32",
+            "context_lens": "*i32", "held": "*bf16", "held_table": "*i32", "width": "i32",
+            "stride": "i32", "window": "i32", "ratio": "i32", "spare": "i32", "PAGE": 64, "D": 512,
+            "TAIL": 64, "ROW": 576, "BYTES": 64 * 584, "SCALES": 8, "STEP": 16, "SCALED": scaled,
+        },
+        warps=8,
+        shape=SHAPE,
+        targets=targets,
+    )  # fmt: skip
+
 
 VARIANTS = (
-    *(_sparse(WGMMA, splits, False, HOPPER) for splits in (1, 16)),
-    *(_sparse(WGMMA_SCALED, splits, True, HOPPER) for splits in (1, 16)),
-    *(_sparse(SMALL, splits, False, REST) for splits in (1, 16)),
-    *(_sparse(SMALL_SCALED, splits, True, REST) for splits in (1, 16)),
-    *(_places(scaled) for scaled in (False, True)),
+    *(_sparse(WGMMA, splits, 0, HOPPER) for splits in (1, 16)),
+    *(_sparse(WGMMA_SCALED, splits, 1, HOPPER) for splits in (1, 16)),
+    *(_sparse(SMALL, splits, 0, REST) for splits in (1, 16)),
+    *(_sparse(SMALL_SCALED, splits, 1, EIGHT) for splits in (1, 16)),
+    *(_sparse(SMALL_SCALED, splits, 2, OLD) for splits in (1, 16)),
+    *(_places(scaled) for scaled in (0, 1)),
     _MERGE,
-    _PAGES,
+    *(_pages(scaled, targets) for scaled, targets in ((1, (*HOPPER, *EIGHT)), (2, OLD))),
 )

@@ -4,14 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from metainfer.core.verdict import Verdict
-from metainfer.kernels.conditions import custom, dot_type, one_of, shared_memory
+from metainfer.kernels.conditions import custom, one_of, shared_memory
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Impl, Numerics
 from metainfer.ops.attn_sparse.tiles import decodes_first, tile_for
 from metainfer.ops.declare import SHORT, TRITON, own_matrix_unit, triton
 from metainfer.ops.declare_entries import entry_bytes
-
-E4M3 = "float8_e4m3fn"
 
 
 def _fits(context: Context) -> Verdict:
@@ -75,7 +73,6 @@ IMPLS = (
         dtypes=frozenset({"bfloat16"}),
         conditions=(
             *_LATENT.conditions,
-            dot_type(E4M3),  # reads e4m3
             custom(
                 "shape",
                 lambda c: (extent(c, "d") - extent(c, "rotated", 0)) % 64 == 0,

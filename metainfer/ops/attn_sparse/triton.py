@@ -16,13 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from metainfer.ops.triton_e4m3 import e4m3_values
+
 
 @triton.jit
 def _keys(
     data, at, scale_at, seen, D: tl.constexpr, SCALED: tl.constexpr, TAIL: tl.constexpr
 ):  # fmt: skip
     """Entries [N, D] that begin at `at`; SCALED: bytes, e4m3 in groups of 64 with scales
-    2^(byte - 127) at `scale_at`, then a bf16 tail."""
+    2^(byte - 127) at `scale_at`, then a bf16 tail; 2: for a card without the type e4m3."""
     lane = tl.arange(0, D)
     if SCALED:
         BODY: tl.constexpr = D - TAIL
@@ -33,7 +35,10 @@ def _keys(
         tail = (data + at + BODY).to(tl.pointer_type(tl.bfloat16))
         tail = tl.load(tail[:, None] + (lane - BODY)[None, :], mask=outer, other=0.0)
         scale = (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        body = body.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+        if SCALED == 2:
+            body = e4m3_values(body) * scale
+        else:
+            body = body.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
         keys = tl.where((lane < BODY)[None, :], body, tail.to(tl.float32)).to(tl.bfloat16)
     else:
         keys = tl.load(data + at[:, None] + lane[None, :], mask=seen[:, None], other=0.0)

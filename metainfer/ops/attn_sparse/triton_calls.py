@@ -14,6 +14,7 @@ from metainfer.kv.store.entries import EntryPages
 from metainfer.ops.attn_sparse.tiles import Tile, decodes_first, splits_for, tile_for
 from metainfer.ops.attn_sparse.triton import merge_kernel, places_kernel, sparse_kernel
 from metainfer.ops.attn_sparse.triton_decoded import pages_kernel
+from metainfer.ops.linear.tiles import has_e4m3
 from metainfer.ops.strides import heads_packed
 
 LOG2E = 1.4426950408889634
@@ -44,9 +45,15 @@ def attn_sparse_scaled(
     scale: float,
     window: int,
     ratio: int,
+    native: bool | None = None,
 ) -> Tensor:
     """`attn_sparse` over ``latent-fp8@1``, in two forms. Which one follows from shapes alone
-    (`tiles.decodes_first`): each query decodes its keys, or they are decoded once for all."""
+    (`tiles.decodes_first`): each query decodes its keys, or they are decoded once for all.
+
+    `native`: by the card's own e4m3, where it has the type; else by integers.
+    """
+    if native is None:
+        native = has_e4m3(_card(q.device)[0])
     kept = listed = 0
     if entries is not None and entry_table is not None and ratio > 0:
         kept = entry_table.shape[1] * entries.entries
@@ -54,12 +61,12 @@ def attn_sparse_scaled(
     sequences, d = local_table.shape[0], q.shape[2]
     if decodes_first(q.shape[0], sequences, window, listed, kept, d):
         span = (positions, query_start, context_lens, q.dtype)
-        local, local_table = decoded(local, local_table, *span, window=window)
+        local, local_table = decoded(local, local_table, *span, window=window, native=native)
         if entries is not None and entry_table is not None and ratio > 0:
-            entries, entry_table = decoded(entries, entry_table, *span, ratio=ratio)
+            entries, entry_table = decoded(entries, entry_table, *span, ratio=ratio, native=native)
     return attn_sparse(
         q, local, local_table, entries, entry_table, selected, sinks, cos_sin, positions,
-        query_start, context_lens, scale=scale, window=window, ratio=ratio,
+        query_start, context_lens, scale=scale, window=window, ratio=ratio, native=native,
     )  # fmt: skip
 
 
@@ -73,6 +80,7 @@ def decoded(
     *,
     window: int = 0,
     ratio: int = 1,
+    native: bool = True,
 ) -> tuple[EntryPages, Tensor]:
     """The pages of ``latent-fp8@1`` that a call can read as plain pages [P', n, D], and a table
     [S, W] that leads to them.
@@ -89,7 +97,8 @@ def decoded(
     pages_kernel[(sequences, width)](
         pages.data, table, positions, query_start, context_lens, held, held_table, width,
         table.stride(0), window, ratio, spare, n, form.width, form.tail, form.width + form.tail,
-        pages.data.stride(0), form.bytes - form.width - form.tail, 16, num_warps=8,
+        pages.data.stride(0), form.bytes - form.width - form.tail, 16,
+        1 if native else 2, num_warps=8,
     )  # fmt: skip
     stored = str(dtype).removeprefix("torch.")
     return EntryPages(
@@ -115,6 +124,7 @@ def attn_sparse(
     ratio: int,
     tile: Tile | None = None,
     splits: int = 0,
+    native: bool = True,
 ) -> Tensor:
     """See `ref.attn_sparse`; `selected` lists its entries first, then -1. D is a power of two.
 
@@ -162,7 +172,8 @@ def attn_sparse(
     sparse_kernel[(rows, blocks, splits)](
         q, local.data, places, scale_places, counts, sinks, cos_sin, positions, out, parts, peaks,
         totals, scale * LOG2E, q.stride(0), width, heads, d, cos_sin.shape[1], block, tile.n,
-        splits, q.dtype == torch.float32, scaled, num_warps=tile.warps, num_stages=tile.stages,
+        splits, q.dtype == torch.float32, (1 if native else 2) if scaled else 0,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(rows, heads)](

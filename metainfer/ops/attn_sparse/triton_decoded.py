@@ -22,7 +22,7 @@ def pages_kernel(
     data, table, positions, query_start, context_lens, held, held_table,
     width, stride, window, ratio, spare,
     PAGE: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, ROW: tl.constexpr,
-    BYTES: tl.constexpr, SCALES: tl.constexpr, STEP: tl.constexpr,
+    BYTES: tl.constexpr, SCALES: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Page p of sequence s, where this call can read it, into `held`; else -1 in `held_table`.
 
@@ -52,6 +52,6 @@ def pages_kernel(
             row = step + tl.arange(0, STEP)
             at = page * BYTES + row * ROW
             scale_at = page * BYTES + PAGE * ROW + row * SCALES
-            keys = _keys(data, tl.multiple_of(at, 8), scale_at, row < PAGE, D, True, TAIL)
+            keys = _keys(data, tl.multiple_of(at, 8), scale_at, row < PAGE, D, SCALED, TAIL)
             where = (target.to(tl.int64) * PAGE + row)[:, None] * D + lane[None, :]
             tl.store(held + where, keys, mask=(row < PAGE)[:, None])

@@ -1,9 +1,12 @@
 """Variants of the FP8 products that are compiled for every target."""
 
+from dataclasses import replace
+
 from metainfer.kernels.variant import Variant
 from metainfer.ops.linear.tiles import (
     CHUNK,
     CHUNK_WGMMA,
+    CHUNK_WIDE,
     STREAM,
     STREAM_SMALL,
     STREAM_SMALL_WIDE,
@@ -14,47 +17,54 @@ from metainfer.ops.linear.tiles import (
 
 MODULE = "metainfer.ops.linear.triton_fp8"
 HOPPER, REST = ("sm_90",), ("sm_80", "sm_89", "sm_120")
+OLD = ("sm_80",)
+"""Cards without e4m3 run the bfloat16 form; others could, and have a faster one."""
 
 
 def _stream(name: str, tile: StreamTile, n: int, k: int, rows: int, splits: int,
-            targets: tuple[str, ...]) -> Variant:  # fmt: skip
+            targets: tuple[str, ...], wide: bool = False) -> Variant:  # fmt: skip
     args: dict[str, str | int | bool] = {
-        "x": "*bf16", "w": "*fp8e4nv", "scales": "*u8", "out": "*bf16", "parts": "*fp32",
-        "counters": "*i32", "rows": "i32", "x_stride": "i32:16", "N": "i32:16",
+        "x": "*bf16", "w": "*u8" if wide else "*fp8e4nv", "scales": "*u8", "out": "*bf16",
+        "parts": "*fp32", "counters": "*i32", "rows": "i32", "x_stride": "i32:16", "N": "i32:16",
         "scale_stride": "i32", "K": k, "M": rows, "BN": tile.n, "SPLITS": splits,
-        "STEPS": k // 128 // splits, "E8M0": True, "EIGHT": True,
+        "STEPS": k // 128 // splits, "E8M0": True, "EIGHT": not wide, "WIDE": "type:bfloat16",
     }  # fmt: skip
+    kind = "bf16" if wide else "fp8"
     return Variant(
-        impl="linear/triton",
-        name=f"linear-fp8-stream-{name}-{targets[-1]}-{rows}",
+        impl="linear/triton-bf16" if wide else "linear/triton",
+        name=f"linear-{kind}-stream-{name}-{targets[-1]}-{rows}",
         kernel=f"{MODULE}:stream_kernel",
         args=args,
         warps=tile.warps,
         stages=tile.stages,
         shape={"rows": rows, "n": n, "k": k},
-        mma="e4m3.e4m3",
+        mma="bf16.bf16" if wide else "e4m3.e4m3",
         targets=targets,
     )
 
 
-def _chunk(tile: ChunkTile, n: int, k: int, targets: tuple[str, ...]) -> Variant:
-    q, w = "*fp8e4nv", "*fp8e4nv"
+def _chunk(
+    tile: ChunkTile, n: int, k: int, targets: tuple[str, ...], wide: bool = False
+) -> Variant:
+    q, w = ("*bf16", "*u8") if wide else ("*fp8e4nv", "*fp8e4nv")
     if tile.tma:
         q, w = f"tensordesc<fp8e4nv[{tile.m}, 128]>", f"tensordesc<fp8e4nv[{tile.n}, 128]>"
     args: dict[str, str | int | bool] = {
         "q": q, "q_scales": "*fp32", "w": w, "scales": "*u8", "out": "*bf16", "rows": "i32",
         "scale_rows": "i32", "N": "i32:16", "scale_stride": "i32", "K": k, "BM": tile.m,
-        "BN": tile.n, "GROUP": tile.group, "E8M0": True, "TMA": tile.tma, "EIGHT": True,
+        "BN": tile.n, "GROUP": tile.group, "E8M0": True, "TMA": tile.tma, "EIGHT": not wide,
+        "WIDE": "type:bfloat16",
     }  # fmt: skip
+    kind = "bf16" if wide else "fp8"
     return Variant(
-        impl="linear/triton",
-        name=f"linear-fp8-chunk-{n}x{k}-{targets[-1]}",
+        impl="linear/triton-bf16" if wide else "linear/triton",
+        name=f"linear-{kind}-chunk-{n}x{k}-{targets[-1]}",
         kernel=f"{MODULE}:chunk_kernel",
         args=args,
         warps=tile.warps,
         stages=tile.stages,
         shape={"rows": 8192, "n": n, "k": k},
-        mma="e4m3.e4m3",
+        mma="bf16.bf16" if wide else "e4m3.e4m3",
         targets=targets,
     )
 
@@ -71,6 +81,13 @@ _QUANTISE = Variant(
     shape={"rows": 8192, "n": 4096, "k": 4096},
 )  # fmt: skip
 
+_QUANTISE_WIDE = replace(
+    _QUANTISE,
+    impl="linear/triton-bf16",
+    name="quantise-bf16-4096",
+    args={**_QUANTISE.args, "q": "*bf16"},
+)
+
 VARIANTS = (
     _stream("wq_b", STREAM, 32768, 1024, 16, 1, HOPPER),
     _stream("wo_b", STREAM, 4096, 8192, 16, 8, HOPPER),
@@ -83,4 +100,10 @@ VARIANTS = (
     _chunk(CHUNK, 32768, 1024, REST),
     _chunk(CHUNK, 4096, 8192, REST),
     _QUANTISE,
+    _stream("wq_b", STREAM_SMALL, 32768, 1024, 16, 1, OLD, wide=True),
+    _stream("wo_b", STREAM_SMALL, 4096, 8192, 16, 4, OLD, wide=True),
+    _stream("wo_b", STREAM_SMALL_WIDE, 4096, 8192, 32, 4, OLD, wide=True),
+    _chunk(CHUNK_WIDE, 32768, 1024, OLD, wide=True),
+    _chunk(CHUNK_WIDE, 4096, 8192, OLD, wide=True),
+    _QUANTISE_WIDE,
 )

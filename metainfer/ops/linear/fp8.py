@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -19,6 +20,7 @@ from metainfer.ops.linear.tiles import (
     ChunkTile,
     StreamTile,
     chunk_for,
+    has_e4m3,
     stream_for,
     stream_splits,
 )
@@ -46,14 +48,22 @@ def _counters(device: torch.device, weight: int, tiles: int) -> Tensor:
     return torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
-def quantise(x: Tensor, *, mixed: bool = False) -> tuple[Tensor, Tensor]:
+def wide_type(device: torch.device) -> tl.dtype:
+    """The type in which e4m3 numbers are multiplied where they are not multiplied as such."""
+    return tl.bfloat16 if device.type == "cuda" else tl.float32
+
+
+def quantise(x: Tensor, *, mixed: bool = False, wide: bool = False) -> tuple[Tensor, Tensor]:
     """x [T, K] -> (e4m3 [T, K], scales [K / 128, T] float32), 2^e per token and 128 channels.
 
-    `mixed`: channels of a block stand in the order that packed FP4 unpacks to, and scales are
-    [T, K / 128].
+    `wide`: the same numbers as bfloat16 (float32 off a card). `mixed`: channels of a block stand in
+    the order that packed FP4 unpacks to, and scales are [T, K / 128].
     """
     (rows, k), device = x.shape, x.device
-    q = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=device)
+    kind = torch.float8_e4m3fn
+    if wide:
+        kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q = torch.empty((rows, k), dtype=kind, device=device)
     shape = (rows, k // BLOCK) if mixed else (k // BLOCK, rows)
     scales = torch.empty(shape, dtype=torch.float32, device=device)
     if rows:
@@ -72,9 +82,11 @@ def stream(
     *,
     tile: StreamTile | None = None,
     splits: int = 0,
+    wide: bool = False,
 ) -> Tensor:
     """``x @ W^T`` for few tokens: x [T <= 32, K], weight e4m3 [N, K], scale [N / 128, K / 128] as
-    float32 or the bytes of 2^(byte - 127) -> [T, N] in x's dtype."""
+    float32 or the bytes of 2^(byte - 127) -> [T, N] in x's dtype. `wide`: products in bfloat16,
+    the weight as e4m3 or its bytes."""
     rows, (n, k) = x.shape[0], weight.shape
     if rows > STREAM_ROWS or k % BLOCK:
         raise InternalError(f"the streaming product serves {STREAM_ROWS} rows, got {rows} x {k}")
@@ -92,7 +104,7 @@ def stream(
     stream_kernel[(tiles, splits)](
         x, weight, scale, out, parts, counters, rows, x.stride(0), n, scale.stride(0),
         k, max(16, triton.next_power_of_2(rows)), tile.n, splits, k // BLOCK // splits,
-        scale.dtype == torch.uint8, device.type == "cuda",
+        scale.dtype == torch.uint8, device.type == "cuda" and not wide, wide_type(device),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
@@ -106,13 +118,15 @@ def chunk(
     *,
     dtype: torch.dtype,
     tile: ChunkTile | None = None,
+    wide: bool = False,
 ) -> Tensor:
-    """``x @ W^T`` of activations quantised by `quantise` (not mixed): [T, N] in `dtype`."""
+    """``x @ W^T`` of activations quantised by `quantise` (not mixed): [T, N] in `dtype`. `wide`:
+    they were quantised so, and products are in bfloat16."""
     (rows, k), n, device = q.shape, weight.shape[0], q.device
     out = torch.empty((rows, n), dtype=dtype, device=device)
     if rows == 0:
         return out
-    tile = tile or chunk_for(capability(device))
+    tile = tile or chunk_for(capability(device), wide)
     left, right = q, weight
     if tile.tma:
         left = TensorDescriptor.from_tensor(q, [tile.m, BLOCK])
@@ -121,7 +135,8 @@ def chunk(
     chunk_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n),)](
         left, q_scales, right, scale, out, rows, q_scales.stride(0), n, scale.stride(0),
         k, tile.m, tile.n, tile.group, scale.dtype == torch.uint8, tile.tma,
-        device.type == "cuda", num_warps=tile.warps, num_stages=tile.stages, **options,
+        device.type == "cuda" and not wide, wide_type(device), num_warps=tile.warps,
+        num_stages=tile.stages, **options,
     )  # fmt: skip
     return out
 
@@ -132,17 +147,24 @@ def linear(
     *,
     stream_tile: Mapping[str, int] | None = None,
     chunk_tile: Mapping[str, Any] | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """``x @ W^T`` in the recipe's arithmetic: x [T, K], ``stored@1`` FP8 weight [N, K] -> [T, N].
 
     Tensors laid end to end begin at multiples of 128 rows, and K is one too. The tiles: fields of
-    `StreamTile` and `ChunkTile`, the card's own where they are None.
+    `StreamTile` and `ChunkTile`, the card's own where they are None. `wide`: products in bfloat16.
     """
     if any(rows % BLOCK for rows in weight.parts[:-1]):
         raise InternalError(f"FP8 tensors of {weight.parts} rows do not meet at blocks of {BLOCK}")
-    elements = weight.data["elements"].view(torch.float8_e4m3fn)
-    scales = weight.data["scales"]
+    elements, scales = weight.data["elements"], weight.data["scales"]
+    if has_e4m3(capability(x.device)):
+        elements = elements.view(torch.float8_e4m3fn)
     if x.shape[0] <= STREAM_ROWS:
-        return stream(x, elements, scales, tile=StreamTile(**stream_tile) if stream_tile else None)
+        streamed = StreamTile(**stream_tile) if stream_tile else None
+        return stream(x, elements, scales, tile=streamed, wide=wide)
     tile = ChunkTile(**chunk_tile) if chunk_tile else None
-    return chunk(*quantise(x), elements, scales, dtype=x.dtype, tile=tile)
+    return chunk(*quantise(x, wide=wide), elements, scales, dtype=x.dtype, tile=tile, wide=wide)
+
+
+linear_wide = partial(linear, wide=True)
+"""`linear` with products in bfloat16, for cards without e4m3 instructions."""

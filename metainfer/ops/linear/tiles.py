@@ -19,9 +19,13 @@ class StreamTile:
     warps: int
     stages: int
 
-    def shared_bytes(self, rows: int) -> int:
-        """Upper estimate: weight and activation buffers, and one quantised activation tile."""
-        return self.stages * (self.n + 2 * rows) * BLOCK + rows * BLOCK + 1024
+    def shared_bytes(self, rows: int, wide: bool = False) -> int:
+        """Upper estimate: weight and activation buffers, and one quantised activation tile.
+
+        `wide`: operands are multiplied in bfloat16, the weight's on their way through scratch.
+        """
+        more = (2 * self.n + rows) * BLOCK if wide else 0
+        return self.stages * (self.n + 2 * rows) * BLOCK + rows * BLOCK + more + 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,17 @@ class ChunkTile:
         """Upper estimate: operand buffers, or the output tile's way to memory."""
         return max(self.stages * (self.m + self.n) * BLOCK, self.m * self.n * 4) + 1024
 
+    def wide_bytes(self, capability: tuple[int, int] | None) -> int:
+        """The same where activations come as bfloat16 and weights become it on the way.
+
+        9.x keeps one buffer more and multiplies from shared memory; others decode in registers.
+        """
+        hopper = capability is not None and capability[0] == 9
+        buffers = self.stages if hopper else self.stages - 1
+        step = (2 * self.m + self.n) * BLOCK
+        scratch = 2 * self.n * BLOCK if hopper else 0
+        return max(buffers * step + scratch, self.m * self.n * 4) + 1024
+
 
 STREAM = StreamTile(n=128, warps=8, stages=4)
 STREAM_WIDE = StreamTile(n=128, warps=4, stages=3)  # more than 16 tokens
@@ -50,6 +65,8 @@ STREAM_SMALL = StreamTile(n=64, warps=4, stages=4)  # shared memory of 101,376 B
 STREAM_SMALL_WIDE = StreamTile(n=64, warps=4, stages=3)
 CHUNK_WGMMA = ChunkTile(m=64, n=128, warps=4, stages=3, tma=True, group=32)
 CHUNK = ChunkTile(m=128, n=128, warps=8, stages=3)
+CHUNK_WIDE = ChunkTile(m=128, n=128, warps=8, stages=3)
+"""In bfloat16."""
 
 
 def stream_for(capability: tuple[int, int] | None, rows: int) -> StreamTile:
@@ -59,8 +76,15 @@ def stream_for(capability: tuple[int, int] | None, rows: int) -> StreamTile:
     return STREAM_SMALL if rows <= 16 else STREAM_SMALL_WIDE
 
 
-def chunk_for(capability: tuple[int, int] | None) -> ChunkTile:
-    """The tile for many tokens."""
+def has_e4m3(capability: tuple[int, int] | None) -> bool:
+    """Whether compilers have the type for the card; the interpreter's host has it."""
+    return capability is None or capability >= (8, 9)
+
+
+def chunk_for(capability: tuple[int, int] | None, wide: bool = False) -> ChunkTile:
+    """The tile for many tokens; `wide`: in bfloat16."""
+    if wide:
+        return CHUNK_WIDE
     return CHUNK_WGMMA if capability is not None and capability[0] == 9 else CHUNK
 
 

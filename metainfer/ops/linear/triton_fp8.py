@@ -5,7 +5,9 @@ e4m3 with a scale per 128 x 128 block; each block of 128 channels is summed by t
 scaled in float32. `stream` reads the weight once for few tokens: the weight's rows are the matrix
 unit's long side, K is cut into parts so that the whole card reads, and the last part to arrive
 adds the others in order (same sum every time). `chunk` is the tiled product for many tokens;
-its activations are quantised by one pass before it.
+its activations are quantised by one pass before it. Where the card has no e4m3 (`EIGHT` off) the
+same numbers are multiplied in the WIDE type, which holds them exactly: equal but for the order of
+sums.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -15,6 +17,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from metainfer.ops.triton_e4m3 import e4m3_rounded, e4m3_wide
 
 
 @triton.jit
@@ -37,7 +41,8 @@ def quantise_kernel(
     x, q, scales, rows, stride, row_stride, block_stride, K: tl.constexpr, ROWS: tl.constexpr,
     MIXED: tl.constexpr,
 ):  # fmt: skip
-    """One block of 128 channels of ROWS tokens. MIXED: in the order that packed FP4 unpacks to."""
+    """One block of 128 channels of ROWS tokens, as e4m3 or as the same numbers in a wider type.
+    MIXED: in the order that packed FP4 unpacks to."""
     block = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, 128)
@@ -49,7 +54,10 @@ def quantise_kernel(
     if MIXED:  # k = 16 c + 4 i + j stands at 32 i + 4 c + j
         col = (col // 4 % 4) * 32 + col // 16 * 4 + col % 4
     where = row.to(tl.int64)[:, None] * K + block * 128 + col[None, :]
-    tl.store(q + where, (values * inverse[:, None]).to(q.dtype.element_ty), mask=live)
+    values *= inverse[:, None]
+    if q.dtype.element_ty != tl.float8e4nv:
+        values = e4m3_rounded(values)
+    tl.store(q + where, values.to(q.dtype.element_ty), mask=live)
     where = row.to(tl.int64) * row_stride + block * block_stride
     tl.store(scales + where, scale, mask=row < rows)
 
@@ -66,7 +74,7 @@ def _weight_scale(scales, at, E8M0: tl.constexpr):
 def stream_kernel(
     x, w, scales, out, parts, counters, rows, x_stride, N, scale_stride,
     K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
-    STEPS: tl.constexpr, E8M0: tl.constexpr, EIGHT: tl.constexpr,
+    STEPS: tl.constexpr, E8M0: tl.constexpr, EIGHT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
@@ -85,9 +93,9 @@ def stream_kernel(
         block = tl.load(weight + step * 128)  # [BN, 128]
         if EIGHT:
             product = tl.dot(block, tl.trans(values.to(tl.float8e4nv)))
-        else:  # the interpreter and float32
+        else:
             product = tl.dot(
-                block.to(tl.float32), tl.trans(values.to(tl.float8e4nv).to(tl.float32)),
+                e4m3_wide(block).to(WIDE), tl.trans(e4m3_rounded(values).to(WIDE)),
                 input_precision="ieee",
             )  # fmt: skip
         factor = scale * _weight_scale(scales, row_scale + step, E8M0)
@@ -115,7 +123,7 @@ def stream_kernel(
 def chunk_kernel(
     q, q_scales, w, scales, out, rows, scale_rows, N, scale_stride,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    E8M0: tl.constexpr, TMA: tl.constexpr, EIGHT: tl.constexpr,
+    E8M0: tl.constexpr, TMA: tl.constexpr, EIGHT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Tile of BM tokens by BN rows; neighbours in the grid share weight rows through the cache."""
     tiles_m, tiles_n = tl.cdiv(rows, BM), tl.cdiv(N, BN)
@@ -144,7 +152,9 @@ def chunk_kernel(
         if EIGHT:
             product = tl.dot(a, tl.trans(b))
         else:
-            product = tl.dot(a.to(tl.float32), tl.trans(b.to(tl.float32)), input_precision="ieee")
+            product = tl.dot(
+                e4m3_wide(a).to(WIDE), tl.trans(e4m3_wide(b).to(WIDE)), input_precision="ieee"
+            )
         factor = scale * _weight_scale(scales, row_scale + step, E8M0)
         acc += product * factor[:, None]
     where = m.to(tl.int64)[:, None] * N + n[None, :]

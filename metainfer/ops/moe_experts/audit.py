@@ -4,7 +4,9 @@ from metainfer.kernels.variant import Variant
 from metainfer.ops.moe_experts.sorting import SORT_SLOTS
 from metainfer.ops.moe_experts.tiles import (
     CHUNK,
+    CHUNK_WIDE,
     STREAM,
+    STREAM_WIDE,
     WGMMA_CHUNK,
     WGMMA_STREAM,
     Tile,
@@ -40,38 +42,41 @@ def _wgmma(name: str, tile: WgmmaTile, up: bool) -> Variant:
     )
 
 
-def _stream(tile: Tile, up: bool) -> Variant:
+def _stream(tile: Tile, up: bool, wide: bool = False) -> Variant:
     args: dict[str, str | int | bool] = {
-        "x" if up else "hidden": "*fp8e4nv", "x_scales": "*fp32", "ids": "*i32",
-        **({"routes": "*fp32"} if up else {}), **WEIGHTS,
+        "x" if up else "hidden": "*bf16" if wide else "*fp8e4nv", "x_scales": "*fp32",
+        "ids": "*i32", **({"routes": "*fp32"} if up else {}), **WEIGHTS,
         "hidden" if up else "out": "*bf16" if up else "*fp32", **({"limit": "fp32"} if up else {}),
         "slots": "i32", "D": D, "F": F, **({"TOP": TOP} if up else {}), "BN": tile.n, "M": tile.m,
-        "SLOTS": 64, "EIGHT": True, "WIDE": 0,
+        "SLOTS": 64, "EIGHT": not wide, "WIDE": "type:bfloat16",
     }  # fmt: skip
-    return _plain("stream", "stream_up_kernel" if up else "stream_down_kernel", args, tile)
+    return _plain("stream_up_kernel" if up else "stream_down_kernel", args, tile, wide)
 
 
-def _chunk(tile: Tile, up: bool) -> Variant:
+def _chunk(tile: Tile, up: bool, wide: bool = False) -> Variant:
     args: dict[str, str | int | bool] = {
-        "q": "*fp8e4nv", "q_scales": "*fp32", "order": "*i64", "tiles": "*i64", "bounds": "*i64",
-        **({"routes": "*fp32"} if up else {}), **WEIGHTS, "hidden" if up else "out": "*bf16",
+        "q": "*bf16" if wide else "*fp8e4nv", "q_scales": "*fp32", "order": "*i64",
+        "tiles": "*i64", "bounds": "*i64", **({"routes": "*fp32"} if up else {}), **WEIGHTS,
+        "hidden" if up else "out": "*bf16",
         **({"limit": "fp32"} if up else {}), "D": D, "F": F, "E": E,
-        **({"TOP": TOP} if up else {}), "BN": tile.n, "M": tile.m, "EIGHT": True, "WIDE": 0,
+        **({"TOP": TOP} if up else {}), "BN": tile.n, "M": tile.m, "EIGHT": not wide,
+        "WIDE": "type:bfloat16",
     }  # fmt: skip
-    return _plain("chunk", "chunk_up_kernel" if up else "chunk_down_kernel", args, tile)
+    return _plain("chunk_up_kernel" if up else "chunk_down_kernel", args, tile, wide)
 
 
-def _plain(name: str, kernel: str, args: dict[str, str | int | bool], tile: Tile) -> Variant:
+def _plain(kernel: str, args: dict[str, str | int | bool], tile: Tile, wide: bool) -> Variant:
+    kind = "-bf16" if wide else ""
     return Variant(
-        impl="moe_experts/triton",
-        name=f"experts-{kernel.removesuffix('_kernel')}",
+        impl=f"moe_experts/triton{kind}",
+        name=f"experts{kind}-{kernel.removesuffix('_kernel')}",
         kernel=f"{PLAIN}:{kernel}",
         args=args,
         warps=tile.warps,
         stages=tile.stages,
         shape={"rows": 8, **SHAPE},
-        mma="mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
-        targets=REST,
+        mma="bf16.bf16" if wide else "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
+        targets=("sm_80",) if wide else REST,
     )
 
 
@@ -101,4 +106,6 @@ VARIANTS = (
     *(_stream(STREAM, up) for up in (True, False)),
     *(_chunk(CHUNK, up) for up in (True, False)),
     *(_sort(table) for table in (True, False)),
+    *(_stream(STREAM_WIDE, up, wide=True) for up in (True, False)),
+    *(_chunk(CHUNK_WIDE, up, wide=True) for up in (True, False)),
 )

@@ -1,5 +1,7 @@
 """Declared Triton implementations of `moe_experts` on MXFP4 experts as stored."""
 
+from collections.abc import Callable
+
 from metainfer.core.verdict import Verdict
 from metainfer.kernels.conditions import (
     capability,
@@ -35,13 +37,20 @@ def _operations(c: Context) -> float:
     return 6.0 * extent(c, "rows") * extent(c, "top_k") * extent(c, "d") * extent(c, "f")
 
 
-def _portable_fits(context: Context) -> Verdict:
-    card = context.facts.device.capability
-    tiles = (stream_for(card), chunk_for(card))
-    return shared_memory(max(tile.shared_bytes() for tile in tiles))(context)
+def _fits(wide: bool) -> Callable[[Context], Verdict]:
+    """Both forms' tiles fit the card's shared memory."""
+
+    def fits(context: Context) -> Verdict:
+        card = context.facts.device.capability
+        tiles = (stream_for(card, wide), chunk_for(card, wide))
+        return shared_memory(max(tile.shared_bytes(wide) for tile in tiles))(context)
+
+    return fits
 
 
-_FORMAT = (ON_CUDA, package("triton", (3, 6)), dot_type(E4M3), weight_schemes("mxfp4"))
+_STORED = (ON_CUDA, package("triton", (3, 6)), weight_schemes("mxfp4"))
+_FORMAT = (*_STORED, dot_type(E4M3))
+_BLOCKS = (multiple_of("d", 128), multiple_of("f", 128))
 
 IMPLS = (
     triton(
@@ -75,14 +84,27 @@ IMPLS = (
         conditions=(
             *_FORMAT,
             capability((8, 9)),
-            multiple_of("d", 128),
-            multiple_of("f", 128),
-            _portable_fits,
+            *_BLOCKS,
+            _fits(wide=False),
         ),
         requires_layout=STORED,
         honours=CLAMP,
         native_when=(dot_type(E4M3),),
         numerics=Numerics.NATIVE,
         cost=roofline(_traffic, _operations, launches=5, part=0.45, compute_part=0.2, element=E4M3),
+    ),
+    triton(
+        "moe_experts",
+        "moe_experts.mxfp4:wide",
+        name="triton-bf16",
+        dtypes=BF16,
+        conditions=(*_STORED, capability((8, 0)), *_BLOCKS, _fits(wide=True)),
+        requires_layout=STORED,
+        honours=CLAMP,
+        native_when=(),  # exact, and not the format's own instruction
+        numerics=Numerics.NATIVE,
+        cost=roofline(
+            _traffic, _operations, launches=5, part=0.3, compute_part=0.15, element="bfloat16"
+        ),
     ),
 )

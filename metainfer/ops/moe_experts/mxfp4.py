@@ -8,12 +8,11 @@ from collections.abc import MutableMapping
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from metainfer.core.errors import InternalError
-from metainfer.ops.linear.fp8 import capability, quantise
+from metainfer.ops.linear.fp8 import capability, quantise, wide_type
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.moe_experts.sorting import SORT_SLOTS, SORTED_PAIRS
 from metainfer.ops.moe_experts.tiles import (
@@ -80,10 +79,11 @@ def experts(
     limit: float = 0.0,
     tile: Tile | WgmmaTile | None = None,
     chunked: bool | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """See `ref.moe_experts`: x [T, D], ids [T, k] int32, routes [T, k] float32 -> [T, D].
 
-    up: rows [experts 2F], down: rows [experts D].
+    up: rows [experts 2F], down: rows [experts D]. `wide`: all products in bfloat16.
     """
     (tokens, d), top = x.shape, ids.shape[1]
     f = up.words.shape[0] // (2 * experts)
@@ -95,7 +95,8 @@ def experts(
     if isinstance(tile, WgmmaTile):
         y = _wgmma(x, ids, routes, up, down, limit, experts, f, tile, few)
     else:
-        y = (_stream if few else _chunk)(x, ids, routes, up, down, limit, experts, f, tile)
+        form = _stream if few else _chunk
+        y = form(x, ids, routes, up, down, limit, experts, f, tile, wide)
     block = 1024
     combine_kernel[(tokens, triton.cdiv(d, block))](y, ids, out, d, top, block, num_warps=4)
     return out
@@ -192,31 +193,27 @@ def _sorted(ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, tiles, bounds
 
 
-def _wide(x: Tensor) -> tl.dtype:
-    return tl.bfloat16 if x.device.type == "cuda" else tl.float32
-
-
 def _stream(
     x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
-    tile: Tile | None,
+    tile: Tile | None, wide: bool,
 ) -> Tensor:  # fmt: skip
     (tokens, d), top, device = x.shape, ids.shape[1], x.device
     pairs = tokens * top
-    tile = tile or stream_for(capability(device))
+    tile = tile or stream_for(capability(device), wide)
     slots = max(16, triton.next_power_of_2(pairs))
     hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
     y = torch.empty((pairs, d), dtype=torch.float32, device=device)
-    values, scales = quantise(x, mixed=True)
-    wide, eight = _wide(x), device.type == "cuda"
+    values, scales = quantise(x, mixed=True, wide=wide)
+    kind, eight = wide_type(device), device.type == "cuda" and not wide
     stream_up_kernel[(2 * f // tile.n, pairs)](
         values, scales, ids, routes, up.words, up.scales, up.refs, hidden,
         limit or float("inf"), pairs, d, f, top, tile.n, tile.m, slots,
-        eight and up.eight, wide, num_warps=tile.warps, num_stages=tile.stages,
+        eight and up.eight, kind, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    values, scales = quantise(hidden, mixed=True)
+    values, scales = quantise(hidden, mixed=True, wide=wide)
     stream_down_kernel[(d // tile.n, pairs)](
         values, scales, ids, down.words, down.scales, down.refs, y, pairs,
-        d, f, tile.n, tile.m, slots, eight and down.eight, wide,
+        d, f, tile.n, tile.m, slots, eight and down.eight, kind,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
@@ -224,26 +221,26 @@ def _stream(
 
 def _chunk(
     x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
-    tile: Tile | None,
+    tile: Tile | None, wide: bool,
 ) -> Tensor:  # fmt: skip
     (tokens, d), top, device = x.shape, ids.shape[1], x.device
     pairs = tokens * top
-    tile = tile or chunk_for(capability(device))
+    tile = tile or chunk_for(capability(device), wide)
     order, tiles, bounds = sorted_bounds(ids, experts, tile.m)
     blocks = pairs // tile.m + min(experts, pairs)
     hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
     y = torch.empty((pairs, d), dtype=x.dtype, device=device)
-    q, scales = quantise(x, mixed=True)
-    wide, eight = _wide(x), device.type == "cuda"
+    q, scales = quantise(x, mixed=True, wide=wide)
+    kind, eight = wide_type(device), device.type == "cuda" and not wide
     chunk_up_kernel[(2 * f // tile.n, blocks)](
         q, scales, order, tiles, bounds, routes, up.words, up.scales, up.refs, hidden,
         limit or float("inf"), d, f, experts, top, tile.n, tile.m,
-        eight and up.eight, wide, num_warps=tile.warps, num_stages=tile.stages,
+        eight and up.eight, kind, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    q, scales = quantise(hidden, mixed=True)
+    q, scales = quantise(hidden, mixed=True, wide=wide)
     chunk_down_kernel[(d // tile.n, blocks)](
         q, scales, order, tiles, bounds, down.words, down.scales, down.refs, y, d, f, experts,
-        tile.n, tile.m, eight and down.eight, wide, num_warps=tile.warps, num_stages=tile.stages,
+        tile.n, tile.m, eight and down.eight, kind, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
@@ -298,9 +295,23 @@ def portable(
     return _call(x, ids, weights, _packed(w13), _packed(w2), w2, limit, None)
 
 
+def wide(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    *,
+    limit: float = 0.0,
+) -> Tensor:
+    """`portable` with products in bfloat16, for cards without e4m3 instructions."""
+    return _call(x, ids, weights, _packed(w13), _packed(w2), w2, limit, None, wide=True)
+
+
 def _call(
     x: Tensor, ids: Tensor, weights: Tensor, up: Mx, down: Mx, w2: PackedWeight, limit: float,
-    tile: WgmmaTile | None,
+    tile: WgmmaTile | None, *, wide: bool = False,
 ) -> Tensor:  # fmt: skip
     ids, weights = ids.contiguous(), weights.float().contiguous()
-    return experts(x, ids, weights, up, down, experts=len(w2.parts), limit=limit, tile=tile)
+    count = len(w2.parts)
+    return experts(x, ids, weights, up, down, experts=count, limit=limit, tile=tile, wide=wide)

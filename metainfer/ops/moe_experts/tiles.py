@@ -20,10 +20,15 @@ class Tile:
     warps: int
     stages: int
 
-    def shared_bytes(self) -> int:
-        """Upper estimate: packed weights, scales and activations, unpacked weights."""
-        streamed = self.stages * (self.n * (BLOCK // 2 + 4) + self.m * (BLOCK + 4))
-        return max(streamed + (self.m + self.n) * BLOCK, self.n * self.m * 4) + 2048
+    def shared_bytes(self, wide: bool = False) -> int:
+        """Upper estimate: packed weights, scales and activations, unpacked weights.
+
+        `wide`: activations come, and weights are unpacked, as bfloat16.
+        """
+        size = 2 * BLOCK if wide else BLOCK
+        streamed = self.stages * (self.n * (BLOCK // 2 + 4) + self.m * (size + 4))
+        unpacked = self.n * size if wide else (self.m + self.n) * size
+        return max(streamed + unpacked, self.n * self.m * 4) + 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +56,21 @@ STREAM_WGMMA = Tile(n=128, m=16, warps=4, stages=4)
 STREAM = Tile(n=64, m=8, warps=4, stages=4)
 CHUNK_WGMMA = Tile(n=128, m=128, warps=8, stages=3)
 CHUNK = Tile(n=128, m=64, warps=8, stages=3)
+STREAM_WIDE = Tile(n=64, m=16, warps=4, stages=3)  # products in bfloat16
+CHUNK_WIDE = Tile(n=64, m=64, warps=8, stages=2)
 
 
-def stream_for(capability: tuple[int, int] | None) -> Tile:
-    """The tile for few tokens."""
+def stream_for(capability: tuple[int, int] | None, wide: bool = False) -> Tile:
+    """The tile for few tokens; `wide`: in bfloat16."""
+    if wide:
+        return STREAM_WIDE
     return STREAM_WGMMA if capability is not None and capability[0] == 9 else STREAM
 
 
-def chunk_for(capability: tuple[int, int] | None) -> Tile:
-    """The tile for many tokens."""
+def chunk_for(capability: tuple[int, int] | None, wide: bool = False) -> Tile:
+    """The tile for many tokens; `wide`: in bfloat16."""
+    if wide:
+        return CHUNK_WIDE
     return CHUNK_WGMMA if capability is not None and capability[0] == 9 else CHUNK
 
 
