@@ -21,6 +21,7 @@ from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.spec import CacheSpec
 from metainfer.models.arch import Cut, WeightSpec, unknown_options
 from metainfer.models.dsa import caches, cost, placement, requests, weights
+from metainfer.ops.indexer.tiles import WORKSPACE, row_bytes
 from metainfer.ops.rope.spec import RopeSpec
 
 
@@ -163,5 +164,5 @@ class DsaArch:
         routed = 3 * self.expert_ffn * self.experts_per_token + self.hidden
         widest = 2 * self.hidden + max(absorbed, routed, 3 * self.dense_ffn)
         held = rows * (widest * dtype_bytes + 4 * self.index_topk)
-        scores = min(rows * self.max_context * 4, caches.SCORE_BYTES)
+        scores = min(rows * row_bytes(self.max_context, self.index_topk), WORKSPACE)
         return held + scores + logit_rows * self.vocab_size * 8

@@ -31,9 +31,6 @@ OPTIONS: Mapping[str, str] = {"bf16": PLAIN, "fp8": "mla-fp8@1", "fp8-raw": "mla
 GROUP = 128
 """Channels that share a scale."""
 
-SCORE_BYTES = 1 << 30
-"""Workspace of the indexer's float32 scores: rows are scored in slices that fit (seed)."""
-
 
 def latent(layout: str, rank: int, tail: int, dtype: str) -> EntryForm:
     """The form of one latent of `rank` channels and `tail` rotated ones."""
