@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -146,24 +145,22 @@ def test_a_hostile_grammar_holds_nobody_up(server: Running) -> None:
         body = {"model": "fake", "prompt": "say:x", **fields}
         statuses.append(call(server.port, "POST", LEGACY, body).status)
 
-    def others_meanwhile() -> tuple[int, float]:
-        """Requests that were answered beside, and the longest wait for one."""
+    def others_meanwhile() -> int:
+        """Requests that were answered beside."""
         statuses: list[int] = []
         threads = [threading.Thread(target=send, args=(fields, statuses)) for fields in hostile]
         for thread in threads:
             thread.start()
-        slowest, done = 0.0, 0
+        done = 0
         while any(thread.is_alive() for thread in threads):
-            begin = time.perf_counter()
             assert call(server.port, "GET", "/health/live").status == 200
-            slowest, done = max(slowest, time.perf_counter() - begin), done + 1
+            done += 1
         assert len(statuses) == 4 and set(statuses) <= {400, 429} and 400 in statuses
-        return done, slowest
+        return done
 
-    # A busy machine holds requests up by itself, so one good round will do; a check that blocks the
-    # server does in every one.
-    rounds = (others_meanwhile() for _ in range(10))
-    assert any(done > 10 and slowest < 0.4 for done, slowest in rounds)
+    # A server that a check blocks answers one or two between any two of the four. A busy machine
+    # may answer few as well, so one good round will do.
+    assert any(others_meanwhile() > 10 for _ in range(10))
 
 
 def test_the_checker_survives_what_it_checks() -> None:
