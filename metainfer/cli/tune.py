@@ -17,6 +17,7 @@ def app() -> App:
     group = App(name="tune", help="Measure this machine and keep what plans here follow.")
     group.command(capacity, name="capacity")
     group.command(kernels, name="kernels")
+    group.command(comm, name="comm")
     return group
 
 
@@ -107,6 +108,45 @@ def capacity_text(document: dict[str, Any]) -> str:
     reached, promised = document["reached"], document["promised"]
     rest = "" if reached >= promised else "; what is beyond is bounded by a fit"
     lines.append(f"contexts up to {reached:,} of {promised:,} tokens ran{rest}")
+    return "\n".join(lines)
+
+
+def comm(
+    model: Annotated[str, Parameter(help="folder, .gguf file, cached name, or catalogue name")],
+    /,
+    *,
+    seconds: Annotated[
+        float, Parameter(name="--seconds", help="how long to measure, beside the least samples")
+    ] = 20.0,
+    dry_run: Annotated[
+        bool, Parameter(name="--dry-run", negative=(), help="measure, and keep no file")
+    ] = False,
+    engine: EngineFlags = NO_FLAGS,
+    as_json: Json = False,
+) -> Result:
+    """Which collective carries which message between the ranks of --parallel; a file to pin.
+
+    Example: metainfer tune comm smollm2-135m --parallel tp2
+    """
+    from metainfer.bench.collectives import CollectivesOptions, run
+
+    if not seconds > 0:
+        raise UsageError("--seconds must be above zero.")
+    options = CollectivesOptions(seconds=seconds, keep=not dry_run)
+    document = run(engine.intent(model), options, _log)
+    return Result(document, comm_text(document))
+
+
+def comm_text(document: dict[str, Any]) -> str:
+    """The tiers, what was refused, and where they are kept."""
+    lines = [
+        f"{row['op']:<12} {row['world']} ranks from {row['bytes_from']:>12,} B  {row['method']:<16}"
+        + (f" {row['us']:>9.1f} us" if row["us"] is not None else "")
+        + ("  pinned" if row["pinned"] else "")
+        for row in document["tiers"]
+    ]
+    lines += [f"refused {name}: {why}" for name, why in document["refused"].items()]
+    lines.append(f"kept in {document['file']}" if document["kept"] else "not kept: --dry-run")
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from metainfer.comm.agree import Exchange, agree
-from metainfer.comm.plan import AUTO, CommPlan, choose, plan_digest
+from metainfer.comm.plan import AUTO, CommPlan, Offer, choose, plan_digest
 from metainfer.comm.plan_file import Key
 from metainfer.comm.plan_offers import Ability, offers
 from metainfer.comm.plan_tiers import Tier
@@ -52,6 +52,7 @@ class Communicator:
         self._tiers = dict(tiers or {})
         self._forced, self._deterministic = forced, deterministic
         self._plans: dict[Request, CommPlan] = {}
+        self._by_name: dict[tuple[str, Request], CommPlan] = {}
         self._agreed: set[Request] = set()
         self._ruled = False
         self.calls: Counter[str] = Counter()
@@ -67,13 +68,32 @@ class Communicator:
             key = (request.op.value, request.world, request.dtype)
             found = choose(
                 request,
-                offers(request, self._abilities, self._topology),
+                self.offers(request),
                 self._tiers.get(key, ()),
                 forced=self._forced,
                 deterministic=self._deterministic,
             )
             self._plans[request] = found
         return found
+
+    def offers(self, request: Request) -> tuple[Offer, ...]:
+        """What each backend says of `request`."""
+        return offers(request, self._abilities, self._topology)
+
+    def graph_safe(self, method: str, request: Request) -> bool:
+        """Whether ``backend:algorithm`` can be captured."""
+        return any(each.key == method and each.graph_safe for each in self.offers(request))
+
+    def run_by(self, method: str, request: Request, given: Any, out: Any) -> Any:
+        """Carry out `request` by ``backend:algorithm``, whatever its plan: for who measures. Every
+        rank calls the same. Raises as `run`."""
+        key = (method, request)
+        plan = self._by_name.get(key)
+        if plan is None:
+            plan = choose(request, self.offers(request), forced=method)
+            self._by_name[key] = plan
+        backend = self._backends.get(method) or self._backends[plan.backend]
+        return backend.run(plan, given, out)
 
     def agree(self, exchange: Exchange) -> str:
         """Compare all plans made so far with the other ranks'; their common digest.

@@ -10,7 +10,7 @@ make them slow, so that is for tests.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -35,9 +35,8 @@ from metainfer.comm.exact import canonical_sum
 from metainfer.comm.peers import Linked, Place, Ranks
 from metainfer.comm.pieces import ALGORITHMS
 from metainfer.comm.plan import AUTO, CommPlan, Offer, choose
-from metainfer.comm.plan_file import Key
+from metainfer.comm.plan_file import Tiers
 from metainfer.comm.plan_offers import COPY, Ability, cuda_abilities
-from metainfer.comm.plan_tiers import Tier
 from metainfer.comm.request import ELEMENT_BYTES, Op, Precision, Request
 from metainfer.comm.topology import Topology
 from metainfer.core.errors import UserError
@@ -51,7 +50,6 @@ OPENED = ("ipc", "host", HOST_COPY, "nccl")
 ON_REQUEST = reject("on-request", "opened only when it is asked for: --collectives nccl")
 PROVEN = (1, 777, 70_001)
 """Elements of the sums that a backend has to get right before it is used."""
-Tiers = Mapping[Key, Sequence[Tier]]
 
 
 class CardRanks:

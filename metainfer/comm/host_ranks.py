@@ -8,19 +8,20 @@ from metainfer.comm.api import Communicator
 from metainfer.comm.backends.shm_cpu import ShmComm
 from metainfer.comm.backends.slabs import gather_bytes
 from metainfer.comm.peers import Linked, Place, Ranks
+from metainfer.comm.plan_file import Tiers
 from metainfer.comm.plan_offers import Ability
 
 
 class HostRanks:
     """This rank's groups over shared memory of the host; `ranks` is for the model.
 
-    Collective: every rank of `token` opens it.
+    Collective: every rank of `token` opens it. `tiers`: measured ones.
 
     Raises:
         UserError, CommError: the memory cannot be had, or a rank is missing.
     """
 
-    def __init__(self, token: str, place: Place) -> None:
+    def __init__(self, token: str, place: Place, tiers: Tiers | None = None) -> None:
         self._opened: dict[tuple[int, ...], ShmComm] = {}
         self._linked: dict[tuple[int, ...], Linked] = {}
         for role, ranks in place.groups().items():
@@ -29,7 +30,7 @@ class HostRanks:
                 name = f"{token}-{role}-{ranks[0]}"
                 self._opened[ranks] = ShmComm.open(name, index, len(ranks))
         for ranks, comm in self._opened.items():
-            self._linked[ranks] = Linked(comm.rank, comm.world, _communicator(comm))
+            self._linked[ranks] = Linked(comm.rank, comm.world, _communicator(comm, tiers))
         found = {role: self._linked[ranks] for role, ranks in place.groups().items()}
         self.ranks = Ranks(**found)
 
@@ -56,7 +57,8 @@ class HostRanks:
             comm.close()
 
 
-def _communicator(comm: ShmComm) -> Communicator:
-    found = Communicator({"shm_cpu": comm}, [Ability(backend="shm_cpu", slots=comm.slots)])
+def _communicator(comm: ShmComm, tiers: Tiers | None) -> Communicator:
+    able = [Ability(backend="shm_cpu", slots=comm.slots)]
+    found = Communicator({"shm_cpu": comm}, able, tiers=tiers)
     found.agree_on_rules(lambda mine: gather_bytes(comm, found.plan, mine))
     return found

@@ -67,6 +67,7 @@ _ALL = {**_FIELDS, **_OPTIONAL}
 
 #: Which messages a list of tiers is for: op, ranks, element type.
 Key = tuple[str, int, str]
+Tiers = Mapping[Key, Sequence[Tier]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ def open_executor(
     if emulation is not None:
         return _open_emulated(resolved, model, machine, emulation, trace)
     if resolved.plan.layouts[0].ranks > 1:
-        return _open_ranks(resolved, intent, note)
+        return _open_ranks(resolved, machine, intent, note)
     from metainfer.executor.assemble import assemble
     from metainfer.executor.loading import tensor_source
 
@@ -86,15 +86,25 @@ def _open_emulated(
     return executor
 
 
-def _open_ranks(resolved: Resolved, intent: Intent, note: Callable[[str], None]) -> RankExecutor:
+def _open_ranks(
+    resolved: Resolved, machine: Machine, intent: Intent, note: Callable[[str], None]
+) -> RankExecutor:
+    from metainfer.comm import plan_file
     from metainfer.comm.segment import sweep
-    from metainfer.engine.rank import facts_of
+    from metainfer.engine.rank import facts_of, tiers_path
     from metainfer.executor.ranks import RankExecutor
     from metainfer.workers.ranks import ProcessGroup
 
     layout = resolved.plan.layouts[0]
     note(f"{layout.ranks} ranks")
-    facts = [facts_of(intent, resolved)] * layout.ranks
+    path = tiers_path(machine.fingerprint)
+    kept, warnings = plan_file.read(path, machine.fingerprint)
+    for warning in warnings:
+        note(warning)
+    if kept is not None and kept.tiers:
+        note(f"collectives by {path}")
+    tiers = plan_file.render(kept) if kept is not None else ""
+    facts = [facts_of(intent, resolved, tiers)] * layout.ranks
     group = ProcessGroup.spawn(
         RANK, layout.ranks, facts=facts, start_s=START_S, after_close=[sweep]
     )

@@ -6,6 +6,7 @@ engine's plan travels along as values, and a difference stops the start with bot
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,9 +16,11 @@ from metainfer.comm.agree import DisagreementError, differences
 from metainfer.comm.host_ranks import HostRanks
 from metainfer.comm.peers import Place
 from metainfer.comm.plan import AUTO
+from metainfer.comm.plan_file import Tiers, parse
 from metainfer.comm.request import ELEMENT_BYTES
 from metainfer.comm.topology import from_facts, one_switch
 from metainfer.core.digest import to_plain
+from metainfer.core.env import cache_dir
 from metainfer.core.intent import Intent
 from metainfer.engine.grammars import open_library
 from metainfer.engine.machine import open_machine
@@ -33,9 +36,16 @@ if TYPE_CHECKING:
     from metainfer.comm.card_ranks import CardRanks
 
 
-def facts_of(intent: Intent, resolved: Resolved) -> dict[str, Any]:
-    """What every rank is told: the wish, and the values that came of it."""
-    return {"intent": msgspec.to_builtins(intent), "plan": to_plain(resolved.plan.values())}
+def facts_of(intent: Intent, resolved: Resolved, tiers: str = "") -> dict[str, Any]:
+    """What every rank is told: the wish, the values that came of it, and the text of the file of
+    measured tiers, which one process reads for all."""
+    plan = to_plain(resolved.plan.values())
+    return {"intent": msgspec.to_builtins(intent), "plan": plan, "tiers": tiers}
+
+
+def tiers_path(fingerprint: str) -> Path:
+    """Where the tiers of a machine lie (`comm.plan_file`)."""
+    return cache_dir() / "comm" / f"{fingerprint}.toml"
 
 
 class Rank:
@@ -46,7 +56,7 @@ class Rank:
         intent = msgspec.convert(facts.facts["intent"], Intent)
         self._model = open_model(intent.model, adapters=intent.adapters)
         machine = open_machine(intent.platform)
-        device = _own_device(machine.torch_device(), facts.rank, intent)
+        device = own_device(machine.torch_device(), facts.rank, intent)
         machine.recall(machine.resolve(self._model, intent).plan.model.dtype)
         resolved = machine.resolve_proven(self._model, intent, lambda case: None)
         _same_plan(facts, resolved)
@@ -54,7 +64,12 @@ class Rank:
         self._grammar = resolved.plan.grammar
         layout, slots = resolved.plan.layouts[0], resolved.sizes.slots
         place = Place(layout, facts.rank)
-        self._links = _links(facts.token, place, device, intent, machine.facts, resolved)
+        text = str(facts.facts["tiers"])
+        kept, _ = parse(text, "tiers", machine.fingerprint)
+        tiers = kept.tiers if text else {}
+        self._links = links_of(
+            facts.token, place, device, intent, machine.facts, resolved, tiers=tiers
+        )
         executor = assemble(
             resolved,
             tensor_source(self._model, device),
@@ -107,7 +122,7 @@ class Rank:
         self._links.close()
 
 
-def _own_device(device: torch.device, rank: int, intent: Intent) -> torch.device:
+def own_device(device: torch.device, rank: int, intent: Intent) -> torch.device:
     """The card of a rank, current from here on; a device that is no card is everyone's."""
     if device.type != "cuda":
         return device
@@ -116,17 +131,19 @@ def _own_device(device: torch.device, rank: int, intent: Intent) -> torch.device
     return own
 
 
-def _links(
+def links_of(
     token: str,
     place: Place,
     device: torch.device,
     intent: Intent,
     facts: Facts,
     resolved: Resolved,
+    *,
+    tiers: Tiers | None = None,
 ) -> HostRanks | CardRanks:
     """How this rank meets the others."""
     if device.type != "cuda":
-        return HostRanks(token, place)
+        return HostRanks(token, place, tiers)
     from metainfer.comm.card_ranks import CardRanks
 
     layout, plan = place.layout, resolved.plan
@@ -142,6 +159,7 @@ def _links(
         dtype=plan.model.dtype,
         most_bytes=tokens * hidden * ELEMENT_BYTES[plan.model.dtype],
         method=intent.collectives or AUTO,
+        tiers=tiers,
         sharing=intent.one_card,
     )
 

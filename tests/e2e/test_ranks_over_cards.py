@@ -66,7 +66,7 @@ def test_a_rank_takes_the_card_of_its_number(
     taken: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     intent = Intent(model=LLAMA, parallel="tp2", one_card=one_card, collectives="host")
-    own = rank._own_device(torch.device("cuda"), 1, intent)
+    own = rank.own_device(torch.device("cuda"), 1, intent)
     assert own == torch.device("cuda", index) and taken == [own]
     monkeypatch.setattr(
         card_ranks, "CardRanks", lambda *given, **options: SimpleNamespace(given=given, **options)
@@ -74,7 +74,7 @@ def test_a_rank_takes_the_card_of_its_number(
     machine = "1x-h200" if one_card else "2x-h200-nop2p"
     found = planned(machine, parallel="tp2", one_card=one_card, chunk_tokens=512)
     place = Place(found.plan.layouts[0], 1)
-    made: Any = rank._links("t", place, own, intent, describe(machine).facts, found)
+    made: Any = rank.links_of("t", place, own, intent, describe(machine).facts, found)
     assert made.given[2].world == 2 and made.given[2].peer is peer and made.sharing is one_card
     assert made.dtype == "bfloat16" and made.method == "host"
     costs = found.arch.costs()
@@ -90,6 +90,6 @@ def test_on_a_host_ranks_meet_in_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(HostRanks, "__init__", note)
     cpu, place = torch.device("cpu"), Place(planned(parallel="tp2").plan.layouts[0], 0)
     intent = Intent(model=LLAMA, parallel="tp2")
-    assert rank._own_device(cpu, 1, intent) == cpu
-    rank._links("t", place, cpu, intent, describe("cpu").facts, planned(parallel="tp2"))
-    assert made == [("t", place)]
+    assert rank.own_device(cpu, 1, intent) == cpu
+    rank.links_of("t", place, cpu, intent, describe("cpu").facts, planned(parallel="tp2"))
+    assert made == [("t", place, None)]
