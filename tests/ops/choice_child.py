@@ -139,6 +139,13 @@ def run_rows() -> int:
     return wrong(keys, [18, 0, 2, 3], 3, ratio=4, padding=3)
 
 
+def run_unseen() -> int:
+    """The best entries of a group are those that a query does not see yet."""
+    keys, q, g = torch.zeros(140, D), torch.zeros(4, HEADS, D), torch.ones(4, HEADS)
+    keys[[5, 40, 70], 0], keys[139:, 0], q[..., 0] = torch.tensor([1.0, 2.0, 3.0]), 100.0, 1.0
+    return wrong([keys], [4], 3, ratio=4, q=q, g=g)
+
+
 def run_cuts() -> int:
     """Any number of parts and any workspace: the same rows, to the last."""
     keys = [exact(3, n, D) for n in (290, 140)]

@@ -26,7 +26,7 @@ CASES = (
     "sample/triton:float32",
 )
 RUNS = (
-    "lengths", "widths", "ties", "special", "forms", "rows", "cuts", "route-scores",
+    "lengths", "widths", "ties", "special", "forms", "rows", "unseen", "cuts", "route-scores",
     "route-special", "route-parts", "sample-borders", "sample-parts",
 )  # fmt: skip
 
