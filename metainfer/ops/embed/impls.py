@@ -58,7 +58,6 @@ IMPLS = (
         name="recipe",
         conditions=RECIPE,
         requires_layout=STORED,
-        graph_safe=False,
         cost=elementwise(_values, launches=6, part=0.3),
     ),
     reference(
