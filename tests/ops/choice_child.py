@@ -189,6 +189,7 @@ def run_route_special() -> int:
     bias = torch.zeros(12)
     bias[0], bias[11] = -torch.inf, -torch.inf
     root = torch.log(torch.tensor(2.0)).sqrt()
+    bias[9] = torch.tensor(-(1 << 22)).int().view(torch.float32)  # NaN with a sign
     bias[4] = -root  # its sum with the score of 0 is a zero
     count = 0
     for k in (1, 3, 12):
