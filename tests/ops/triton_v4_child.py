@@ -199,6 +199,7 @@ def run_sorted_plan() -> float:
                 (70, 6, 9, 16),
                 (1, 6, 256, 8),
                 (200, 6, 7, 128),
+                (700, 3, 7, 64),  # by the library
             )
             for ids in (choose(tokens, k, count),)
         )
