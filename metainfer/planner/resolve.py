@@ -25,13 +25,13 @@ from metainfer.models.arch import Arch
 from metainfer.planner import adapters, drafts, grammars, graphs
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.emulation import Emulation
-from metainfer.planner.layouts import alike, of_decodes, of_prompts
+from metainfer.planner.layouts import alike, of_decodes
 from metainfer.planner.needs import Needs, nothing_known
 from metainfer.planner.over_cards import seen_by_ranks
 from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.record import record_needs, record_selection
 from metainfer.planner.search import Candidate, search, unbuilt
-from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, census
+from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, census, parts_held
 from metainfer.platform.facts import CPU, Facts
 
 PLANNED_ONLY = "planned_only"
@@ -247,8 +247,7 @@ class _Resolver:
         counted: Census,
         layout: LayoutPlan = WHOLE,
     ) -> tuple[OpRequest, ...]:
-        """What one rank's kernels are asked for, in its own shapes (B-04)."""
-        halves = {Phase.CHUNK: of_prompts(layout)}
+        """What one rank's kernels are asked for, in its own shapes (B-04); of a pair, its parts."""
         schemes = counted.schemes()
         decoding = 1 if self.intent.goal == "latency" else min(8, limits.max_running)
         typical = {  # phase -> (tokens, rows that need logits)
@@ -259,9 +258,10 @@ class _Resolver:
             Phase.DRAFT: (decoding, decoding),
         }
         return tuple(
-            request
+            replace(asked, count=asked.count * parts_held(self.arch, asked.site, half))
             for phase in phases(draft)
-            for request in self._rank(halves.get(phase, of_decodes(layout))).op_requests(
+            for half in (layout if phase is Phase.CHUNK else of_decodes(layout),)
+            for asked in self._rank(half).op_requests(
                 phase, *typical[phase], dtype, schemes, page_tokens
             )
         )

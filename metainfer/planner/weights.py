@@ -88,6 +88,14 @@ class Census:
         return {site: tuple(names) for site, names in found.items()}
 
 
+def parts_held(arch: Arch, site: str, layout: LayoutPlan) -> int:
+    """Parts in which a rank holds the matrices of a site, and reads them in chunks: of a pair as
+    many as decodes cut them into."""
+    role = EXPERTS if site.startswith(f"{EXPERTS}.") else "weight"
+    spec = WeightSpec("", site, (), (0,), role=role)
+    return arch.cut(spec, layout.decoding)[1] // arch.cut(spec, layout)[1]
+
+
 def census(arch: Arch, scheme_of: Callable[[str], str]) -> Census:
     """Count a model's tensors; `scheme_of`: how each is stored."""
     specs = arch.packed_weights()

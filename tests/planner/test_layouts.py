@@ -315,15 +315,15 @@ def test_a_context_that_does_not_fit_says_what_would() -> None:
 
 def test_goals_take_different_layouts() -> None:
     found, context = resolved(goal="latency"), resolved(goal="context")
-    assert found.plan.layouts[0].name == "cp8/tp8" and context.plan.layouts[0].shards > 1
+    assert found.plan.layouts[0].name == "tp8" and context.plan.layouts[0].shards > 1
     assert decision(found, "layouts").origin is Origin.COST_MODEL
     speed = {n: c.prediction.one_tok_s for n, c in by_name(found).items() if c.prediction}
     assert max(speed, key=lambda n: speed[n] or 0) in ("tp8", "tp8ep8", "cp8/tp8")
     losers = {loser.value: loser.reasons for loser in decision(found, "layouts").losers}
-    assert set(losers) == set(by_name(found)) - {"cp8/tp8"}
+    assert set(losers) == set(by_name(found)) - {"tp8"}
     assert [r.code for r in losers["ep8"]] == ["worse", "not-built"]
     assert [r.code for r in losers["single"]] == ["memory"]
-    assert [r.code for r in losers["tp8ep8"]] == ["worse", "not-built"]
+    assert [r.code for r in losers["tp8ep8"]] == ["rank", "not-built"]
     most = max(c.held.kv_tokens for c in context.layouts if c.held is not None)
     assert context.plan.kv_tokens == most and decision(context, "layouts").origin is not Origin.SEED
 
