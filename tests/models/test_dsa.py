@@ -284,6 +284,33 @@ def test_the_published_file_does_not_fit_eight_cards() -> None:
     assert {"single", "tp8", "ep8", "tp8ep8"} <= layouts
 
 
+def test_nvfp4_experts_on_8_0_are_refused_a_kernel_with_every_reason() -> None:
+    """Asked for by name, the kernel says all that stands against it at once; unasked, the plan
+    takes the path that widens blocks, and no faster one is lost without its reasons."""
+    wishes: dict[str, Any] = {"machine": "8x-a800-pcie", "context": K, "concurrency": 1}
+    reference = "random:glm-5.3-nvfp4?layers=5"
+    with pytest.raises(RefusedError) as told:
+        plan_of(reference, **wishes, ops={"moe_experts": "triton"})
+    said = " ".join(reason.message for reason in told.value.reasons)
+    for part in ("nvfp4", "float8_e4m3fn", "capability 8.9"):
+        assert part in said, part
+    plan = plan_of(reference, **wishes).plan
+    decision = next(d for d in plan.decisions if d.key == "ops.moe_experts@chunk")
+    lost = {loser.value: [r.message for r in loser.reasons] for loser in decision.losers}
+    assert len(lost["triton"]) >= 3 and all(lost.values())
+
+
+def test_one_card_of_24_gb_is_refused_with_what_it_lacks() -> None:
+    with pytest.raises(RefusedError) as told:
+        plan_of(
+            "random:glm-5.3-nvfp4", machine="8x-4090", context=K, concurrency=1, parallel="single"
+        )
+    assert told.value.code == "does_not_fit" and "one RTX 4090" in told.value.cause
+    (reason,) = [r for r in told.value.reasons if r.code == "memory"]
+    need, have = reason.data["need"], reason.data["have"]
+    assert isinstance(need, int) and isinstance(have, int) and need > 15 * have
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
