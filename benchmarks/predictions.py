@@ -84,7 +84,8 @@ BEST = "best"  # of the layouts over all cards that hold the model, for prompts
 
 def prompt_rate(cost: StepCost, price: Bound, prompt: int) -> float:
     """Tokens per second of prompts, every domain busy with one of its own."""
-    data, seconds = cost.work.layout.data, 0.0
+    cost, seconds = cost.prompts or cost, 0.0
+    data = cost.work.layout.data // cost.work.layout.prefill
     for start in range(0, prompt, CHUNK):
         count = min(CHUNK, prompt - start)
         ends = int(start + count == prompt)
@@ -97,9 +98,11 @@ def cost_of(row: Row, *, prompt: bool) -> StepCost:
     name, _, options = row.model.partition("?")
     if name == "v4":
         return flash(row.machine, row.layout, f"?{options}" if options else "")
-    tensor = int(row.layout.removeprefix("tp"))
+    tensor, _, shards = row.layout.removeprefix("tp").partition("cs")
     work: RankWork = (
-        stated_models.glm(tensor) if name == "glm" else stated_models.v41(tensor, prompt=prompt)
+        stated_models.glm(int(tensor), int(shards or 1))
+        if name == "glm"
+        else stated_models.v41(int(tensor), prompt=prompt)
     )
     return StepCost(work, from_facts(assumed(row.machine)))
 

@@ -103,8 +103,12 @@ BOXES = (
         "prefill", n=65_536,
     ),
     _rate(
-        "8x RTX PRO 6000", "GLM-5.2 NVFP4, decode of 1", 68, 88, EIGHT, "glm", "tp8", "decode",
-        n=1,
+        "8x RTX PRO 6000", "GLM-5.2 NVFP4, cache on each card, decode of 1", 88, 88, EIGHT, "glm",
+        "tp8", "decode", n=1,
+    ),
+    _rate(
+        "8x RTX PRO 6000", "GLM-5.2 NVFP4, cache over 8 cards, decode of 1", 68, 68, EIGHT, "glm",
+        "tp8cs8", "decode", n=1,
     ),
     Row(
         "8x RTX PRO 6000", "GLM-5.2 NVFP4, cache of one card's worth", 0.56e6, 0.56e6, "tokens",

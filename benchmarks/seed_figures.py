@@ -22,13 +22,6 @@ from metainfer.simulator.workload import draw
 BEFORE, AFTER = 3237.0, 6223.0  # tok/s of GLM-5.3
 P95_BEFORE, P95_AFTER = 141.6, 46.6
 CLIENTS = 64
-B300 = {
-    "read_bytes_s": 8e12,
-    "rate": 2.25e15,
-    "link_bytes_s": 900e9,
-    "memory_bytes": 288_000_000_000,
-}
-"""Assumed of a B300 (its vendor's public sheet, remembered; our sources have no fact of it)."""
 LEVELS = (8, 16, 32, 64, 128, 256)
 PUBLISHED = {"V4-Flash": {8: 33_937, 256: 60_486}, "GLM-5.3": {8: 16_384, 64: 23_503}}
 LOAD = "closed:concurrency={},requests={},prompt=4000,output=50"
@@ -109,17 +102,6 @@ def closed_loop(assume: Assume) -> tuple[list[str], dict[str, object]]:
     return lines, {"in_flight_tokens": flight, "elsewhere_s": elsewhere, "p95_s": found}
 
 
-def b300(assume: Assume) -> Facts:
-    facts = assume("8x-b300")
-    device = replace(
-        facts.device,
-        read_bytes_s=B300["read_bytes_s"],
-        dot_flops={"bfloat16": B300["rate"]},
-        memory_bytes=int(B300["memory_bytes"]),
-    )
-    return replace(facts, devices=(device,) * 8)
-
-
 def curve(cost: StepCost, price: Bound) -> dict[int, float]:
     """Input tokens per second of closed loops; half of the requests warm up."""
     found = {}
@@ -134,11 +116,12 @@ def curve(cost: StepCost, price: Bound) -> dict[int, float]:
 
 def curves(assume: Assume, flash: Flash) -> tuple[list[str], dict[str, object]]:
     """Both machines, both models, by concurrency."""
-    cards, big = assume("8x-rtx-pro-6000d"), b300(assume)
+    cards, big = assume("8x-rtx-pro-6000d"), assume("8x-b300")
     eight, other = bound(cards, "bfloat16"), bound(big, "bfloat16")
     assert eight is not None and other is not None
     v4 = flash("8x-rtx-pro-6000d", "best", "")
-    wide = tree([""] * 8, [0] * 8, link_bytes_s=B300["link_bytes_s"], dram_bytes_s=1e12)
+    rate = next(link.bytes_s for link in big.links if link.source >= 0 and link.bytes_s)
+    wide = tree([""] * 8, [0] * 8, link_bytes_s=rate, dram_bytes_s=1e12)
     v4_big = StepCost(v4.work, wide)
     found = {
         "V4-Flash, 8x B300": curve(v4_big, other),
@@ -151,9 +134,9 @@ def curves(assume: Assume, flash: Flash) -> tuple[list[str], dict[str, object]]:
         "Input tokens per second of closed loops (prompts of 4,000, answers of 50 tokens), "
         "simulated with uncalibrated prices; the",
         "band is 0.4 to 2 times each value. The conditions of the published points are not known. "
-        "B300 is assumed at 8 TB/s,",
-        "2,250 TFLOP/s of bf16 and links of 900 GB/s that behave as a PCIe tree: no source of ours "
-        "has a fact about that card.",
+        "Of a B300 we have its sheet alone",
+        "(`8x-b300`): peaks of 8 TB/s, 2,250 TFLOP/s of bf16 and 900 GB/s a link, which is taken "
+        "for a branch of a PCIe tree.",
         "",
         "| | " + " | ".join(f"C{level}" for level in LEVELS) + " |",
         "|---|" + "---|" * len(LEVELS),

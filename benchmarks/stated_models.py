@@ -67,12 +67,13 @@ class V41Costs:
         return 183e6 * context / MILLION + 5.6e6 * min(context, 640) / 640
 
 
-def glm(tensor: int) -> RankWork:
-    """One of `tensor` ranks: matrices and experts cut, the indexer on each."""
+def glm(tensor: int, shards: int = 1) -> RankWork:
+    """One of `tensor` ranks: matrices and experts cut, the indexer on each; the FP8 cache copied to
+    each, or dealt over `shards` of them."""
     attention, indexer, expert, dense, head = 165.0, 9.37, 37.75, 226.5, 154_880 * 6144 / M
     cut = 78 * attention + 3 * dense + 75 * expert
     return RankWork(
-        layout=LayoutPlan(name=f"tp{tensor}", tensor=tensor),
+        layout=LayoutPlan(name=f"tp{tensor}", tensor=tensor, shards=shards),
         layers=78,
         vocab=154_880,
         experts=256,
@@ -83,6 +84,10 @@ def glm(tensor: int) -> RankWork:
         dense_bytes=2 * M * ((cut + head) / tensor + 21 * indexer),
         expert_bytes=75 * 256 * expert * M * 0.5625 / tensor,
         costs=GlmCosts(),
+        token_bytes=GLM_CACHE["glm"],
+        paged_layers=78,
+        choosing_layers=21,
+        fetches=int(shards > 1),
     )
 
 

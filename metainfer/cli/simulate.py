@@ -13,6 +13,8 @@ from metainfer.cli.flags import NO_FLAGS, EngineFlags, Json
 from metainfer.cli.output import Result
 from metainfer.core.errors import UsageError
 
+CONDITIONS = ("machine", "plan", "threads", "text_class", "load_average", "time")
+"""Without which a measurement is not comparable (B-36)."""
 TOLERANCE = 0.15
 """Relative error that is no mismatch, or twice the measured spread if that is more."""
 
@@ -146,13 +148,18 @@ def _compared(document: dict[str, Any], record: dict[str, Any]) -> Result:
         row["allowed"] = max(TOLERANCE, 2 * float(record["spread"].get(key) or 0.0))
         row["ok"] = abs(row["error"]) <= row["allowed"]
         off += [] if row["ok"] else [key]
-    document |= {"comparison": errors, "ok": not off}
+    told = record.get("conditions")
+    lacking = [key for key in CONDITIONS if not isinstance(told, dict) or told.get(key) is None]
+    document |= {"comparison": errors, "lacking": lacking, "ok": not off and not lacking}
     lines = [
         f"{key:<14} simulated {row['simulated']:>10.4g}  measured {row['measured']:>10.4g}  "
         f"{row['error']:+.1%} (allowed {row['allowed']:.0%}){'' if row['ok'] else '  OFF'}"
         for key, row in errors.items()
     ]
-    return Result(document, "\n".join([document["speed"], *lines]), code=1 if off else 0)
+    if lacking:
+        lines.append(f"not comparable: the measurement does not say {', '.join(lacking)}")
+    text = "\n".join([document["speed"], *lines])
+    return Result(document, text, code=0 if document["ok"] else 1)
 
 
 def _text(document: dict[str, Any]) -> str:

@@ -115,7 +115,7 @@ def measured(fake: Fake, workload: str, **options: Any) -> dict[str, Any]:
 CLOSED = "closed:concurrency=2,requests=4,prompt=20,output=12"
 
 
-def test_tokens_are_counted_by_usage_not_by_messages() -> None:
+def test_b36_tokens_are_counted_by_usage_not_by_messages() -> None:
     found = measured(Fake(chunk=5), CLOSED)
     run = found["runs"][0]
     assert run["output_tokens"] == 48 and run["steps"] == 12
@@ -125,7 +125,7 @@ def test_tokens_are_counted_by_usage_not_by_messages() -> None:
     assert {"commit", "load_average", "plan", "limits", "warm_up"} <= set(found["conditions"])
 
 
-def test_no_two_prompts_begin_alike() -> None:
+def test_b36_no_two_prompts_begin_alike() -> None:
     fake = Fake()
     measured(fake, CLOSED)
     heads = {tuple(prompt[:8]) for prompt in fake.prompts}
@@ -159,7 +159,7 @@ def test_b36_an_answer_that_is_not_whole_spoils_a_row(fake: Fake, said: str) -> 
         measured(fake, CLOSED)
 
 
-def test_a_server_that_hides_its_cache_is_not_compared() -> None:
+def test_b36_a_server_that_hides_its_cache_is_not_compared() -> None:
     workload = draw(CLOSED, 500)
     served = [Served(0.0, 20, [1.0], [job.output]) for job in workload.jobs]
     assert contaminated(workload, served, 48) == [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from metainfer.cli.main import run
+from metainfer.cli.simulate import CONDITIONS
 
 WORK = "closed:concurrency=2,requests=4,prompt=50,output=5"
 BASE = ("simulate", "--model", "random:tiny-llama", "--machine", "1x-h200", "--context", "256")
@@ -48,7 +49,9 @@ def test_one_load_and_a_curve(command: Command) -> None:
     assert rows[1]["output_tok_s"] > rows[0]["output_tok_s"]
 
 
-def test_a_comparison_states_the_error(tmp_path: Path, command: Command) -> None:
+def test_b36_a_comparison_states_the_error_and_wants_conditions(
+    tmp_path: Path, command: Command
+) -> None:
     ours = simulated(command, "--workload", WORK)
     record = {
         "workload": WORK,
@@ -58,6 +61,7 @@ def test_a_comparison_states_the_error(tmp_path: Path, command: Command) -> None
             "ttft_s": {"p50": ours["ttft_s"]["p50"] * 2, "p95": ours["ttft_s"]["p95"]},
         },
         "spread": {"output_tok_s": 0.01, "ttft_s.p50": 0.02, "ttft_s.p95": 0.0},
+        "conditions": dict.fromkeys(CONDITIONS, 1),
     }
     path = tmp_path / "measured.json"
     path.write_text(json.dumps(record))
@@ -71,6 +75,12 @@ def test_a_comparison_states_the_error(tmp_path: Path, command: Command) -> None
     path.write_text(json.dumps(record))
     code, out, _ = command(*BASE, "--compare", str(path))
     assert code == 0 and "ttft_s.p50" in out and "OFF" not in out
+    del record["conditions"]["machine"]  # B-36: a figure without its conditions is none
+    path.write_text(json.dumps(record))
+    code, out, _ = command(*BASE, "--compare", str(path))
+    assert code == 1 and out.rstrip().endswith("does not say machine")
+    path.write_text(json.dumps(record | {"conditions": None}))
+    assert command(*BASE, "--compare", str(path))[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -399,7 +399,8 @@ def test_the_measured_engine_lies_in_the_band() -> None:
 
 
 def test_nothing_is_predicted_of_what_is_not_known() -> None:
-    unknown = resolved(machine="8x-b300", kv_bytes=40 << 30)
+    unread = with_cards(find_machine(SIX).facts, 8, read_bytes_s=None)
+    unknown = resolved(facts=unread, kv_bytes=40 << 30)
     assert all(each.prediction is None for each in unknown.layouts)
     assert decision(unknown, "goal_layout").origin is Origin.DERIVED
     for each in flash().layouts:

@@ -209,6 +209,7 @@ def test_a_segment_of_a_pair_is_priced_by_its_phase() -> None:
     chunk, alone = segment(Phase.CHUNK, one), apart.segment(segment(Phase.CHUNK, one))
     assert pair.segment(chunk).rows == -(-4103 // 8) and alone.rows == 4096
     assert pair.segment(chunk).flops < alone.flops / 7
+    assert pair.segment(chunk).attention == pytest.approx(alone.attention / 8, rel=0.01)
     mixed = segment(Phase.MIXED, one)
     assert pair.segment(mixed) == apart.segment(mixed)
 
