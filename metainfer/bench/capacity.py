@@ -26,6 +26,7 @@ from metainfer.engine.engine import Engine
 from metainfer.engine.machine import Machine, open_machine
 from metainfer.planner import needs
 from metainfer.planner.needs import Needs, Peak
+from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def run(
         RefusedError: the plan has several ranks.
     """
     machine = machine or open_machine(intent.platform)
+    _check_alone(machine, intent)
     origins = {**intent.origins, "prefix_cache": Origin.DERIVED}
     engine = Engine(
         replace(intent, prefix_cache=False, origins=origins), lambda progress: None, machine=machine
@@ -70,13 +72,6 @@ def run(
     if resolved is None:
         raise InternalError("the engine has not started")
     plan = resolved.plan
-    if plan.layouts[0].ranks > 1:
-        engine.close()
-        raise RefusedError(
-            f"steps of {plan.layouts[0].name} run on several ranks; one is measured.",
-            "Measure a plan of one rank.",
-            code="several_ranks",
-        )
     device = machine.torch_device()
     before = _DeviceMemory.read(device)
     found = _peaks(engine, device, info.vocab_size, options, log)
@@ -106,6 +101,17 @@ def run(
         "items": _items(resolved, held, wanted, before, kept.reserve_bytes),
         "conditions": told,
     }
+
+
+def _check_alone(machine: Machine, intent: Intent) -> None:
+    """Before anything is loaded: a plan of one rank, as peaks are those of this process."""
+    layout = machine.resolve(open_model(intent.model), intent).plan.layouts[0]
+    if layout.ranks > 1:
+        raise RefusedError(
+            f"steps of {layout.name} run on several ranks; one is measured.",
+            "Measure a plan of one rank.",
+            code="several_ranks",
+        )
 
 
 class _Turns:

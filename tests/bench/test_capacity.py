@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 
 from metainfer.bench.capacity import CapacityOptions, run
 from metainfer.cli.tune import capacity_text
+from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
+from metainfer.engine.engine import Engine
 from metainfer.engine.machine import open_machine
 from metainfer.executor.peaks import peaks
 from metainfer.kernels.evidence import Qualification
@@ -85,6 +88,18 @@ def test_needs_are_measured_kept_and_used(tmp_path: Path, monkeypatch: pytest.Mo
     assert origins == [Origin.SEED, Origin.RECORD]
     text = capacity_text(found)
     assert "contexts up to 127 of 127" in text and "weights" in text
+
+
+def test_several_ranks_are_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(self: Engine) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(Engine, "start", start)
+    with pytest.raises(RefusedError, match="tp2 run on several ranks") as told:
+        run(replace(INTENT, parallel="tp2"), CapacityOptions(), lambda text: None)
+    assert told.value.code == "several_ranks"
 
 
 def judge(found: Any, limit: Any, card_bytes: int | None) -> list[str]:
