@@ -30,7 +30,7 @@ if os.environ.get("KERNEL_CASES") == "all":
         "compress_index/triton-fp8:float16",
     )  # fmt: skip
 RUNS = (
-    "latent-fp8-bytes", "index-fp8-bytes", "index-fp4-bytes", "hadamard", "compress-cuts",
+    "latent-fp8-bytes", "index-fp8-bytes", "index-fp4-bytes", "codes", "hadamard", "compress-cuts",
     "hyper-parts", "hyper-long", "hyper-halves",
 )  # fmt: skip
 

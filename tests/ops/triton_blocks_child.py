@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from metainfer.formats import elements
 from metainfer.kv.book.form import EntryForm, index_fp4, index_fp8, latent_fp8, latent_plain
 from metainfer.kv.store.entries import EntryPages, StateRows, store
 from metainfer.ops.case import generator, normal, poisoned
@@ -32,7 +33,14 @@ from metainfer.ops.hyper import ref, triton_calls
 from metainfer.ops.hyper.cases import mix_pre_cases
 from metainfer.ops.hyper.tiles import LONG, Tile
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
-from metainfer.ops.triton_entries import form_constants, mixed_by_hadamard, store_entry
+from metainfer.ops.triton_entries import (
+    _bfloat16,
+    _e2m1,
+    _e4m3,
+    form_constants,
+    mixed_by_hadamard,
+    store_entry,
+)
 
 G = generator(13)
 
@@ -61,6 +69,32 @@ def hadamard_kernel(values, out, D: tl.constexpr):
     tl.store(out + place, mixed_by_hadamard(tl.load(values + place), D))
 
 
+@triton.jit
+def codes_kernel(values, eight, four, upper, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    x = tl.load(values + at)
+    tl.store(eight + at, _e4m3(x))
+    tl.store(four + at, _e2m1(x).to(tl.uint8))
+    tl.store(upper + at, _bfloat16(x))
+
+
+def run_codes() -> float:
+    """Every code of both grids, what lies halfway and next to it, and far out."""
+    grids = [torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()]
+    grids.append(elements.e2m1_decode(torch.arange(16, dtype=torch.uint8)))
+    marks = torch.cat([g[g.isfinite()].sort().values for g in grids])
+    marks = torch.cat((marks, (marks[1:] + marks[:-1]) / 2, normal(G, 64).float() * 2.0**-8))
+    far = torch.tensor([464.0, 465.0, 480.0, 1e5, 3e38, 7.0, 1e-42, -0.0])
+    near = [torch.nextafter(marks, torch.full_like(marks, to)) for to in (-1e9, 1e9)]
+    x = torch.cat((marks, *near, far, -far))
+    x = torch.cat((x, x.new_zeros(-len(x) % 256)))
+    eight, four = (torch.empty(len(x), dtype=torch.uint8) for _ in range(2))
+    upper = torch.empty(len(x), dtype=torch.uint16)
+    codes_kernel[(len(x) // 256,)](x, eight, four, upper, 256)
+    wrong = (eight != elements.e4m3_encode(x)).sum() + (four != elements.e2m1_encode(x)).sum()
+    return float(wrong + (upper.view(torch.bfloat16) != x.bfloat16()).sum())
+
+
 def hostile(rows: int, width: int) -> Tensor:
     """Noise of every size; ties of both grids, borders of scales, subnormals, NaN, infinity."""
     x = normal(G, rows, width).float() * torch.exp2(torch.randint(-24, 12, (rows, 1), generator=G))
@@ -73,6 +107,10 @@ def hostile(rows: int, width: int) -> Tensor:
     x[5] = 6 * (1 + (grid - width // 2) * 2.0**-23)
     x[6, 3], x[7, width - 1], x[8, 1] = float("nan"), float("inf"), float("-inf")
     x[9, 0] = 3e38
+    x[10] = 448 * torch.exp2(-grid / 3)  # down to below the smallest code
+    for row, edge in ((12, 448.0), (13, 6.0)):  # one step past a power of two times the largest
+        x[row] = 0.5
+        x[row, 5] = torch.nextafter(torch.tensor(edge), torch.tensor(1e3))
     return x
 
 
@@ -218,9 +256,10 @@ RUNS: dict[str, Callable[[], float]] = {
     "latent-fp8-bytes": lambda: entries(latent_fp8(88, 24)),
     "index-fp8-bytes": lambda: entries(index_fp8(64)),
     "index-fp4-bytes": lambda: entries(index_fp4(128)),
+    "codes": run_codes,
     "hadamard": run_hadamard,
     "compress-cuts": run_compress_cuts,
-    "hyper-parts": lambda: hyper(Tile(m=16, per=1, d=16, warps=4, stages=2), 7),
+    "hyper-parts": lambda: hyper(Tile(m=16, per=1, d=8, warps=4, stages=2), 7),
     "hyper-long": lambda: hyper(LONG, 33),
     "hyper-halves": run_halves,
 }
