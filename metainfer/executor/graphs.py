@@ -21,6 +21,7 @@ from metainfer.executor.inputs import adapter_places, step_ids
 from metainfer.executor.static import DeviceTables, StepBuffers, step_inputs
 from metainfer.executor.transfer import to_device
 from metainfer.models.common.inputs import SegmentInputs
+from metainfer.ops.sample.inputs import SampleInputs, SampleOutput
 
 if TYPE_CHECKING:
     from metainfer.executor.local import LocalParts
@@ -32,12 +33,14 @@ class StaticOutput:
     """What a step leaves, in the graph's memory: read it before the next replay.
 
     `logits` [R, V]: in decode and verify of every token, else of each run's last. `finite` bool
-    [T]: whether each token's row for the head is; None in decode, where logits show it. `hidden`,
-    `inputs`: for a model that drafts.
+    [T]: whether each token's row for the head is; None in decode, where logits show it. `best`: the
+    likeliest token of each row, where the sampler can be captured. `hidden`, `inputs`: for a model
+    that drafts.
     """
 
     logits: Tensor
     finite: Tensor | None
+    best: SampleOutput | None
     hidden: Any
     inputs: SegmentInputs
 
@@ -98,7 +101,7 @@ class StaticSteps:
         """Capture one bucket. Largest first saves memory: later ones fit into the first's."""
         parts, phase = self._parts, Phase(shape.phase)
         buffers = StepBuffers.make(shape, parts.device, adapters=parts.adapters > 0)
-        ops = parts.ops.phase(phase)
+        ops, draws = parts.ops.phase(phase), self._draws(phase)
         buffers.fill(np.zeros(0, np.int64), (), self._tables.spare, phase is Phase.DECODE)
 
         def step() -> StaticOutput:
@@ -108,7 +111,8 @@ class StaticSteps:
             finite = None
             if phase is not Phase.DECODE:
                 finite = torch.isfinite(parts.model.normed(hidden).flatten(1)).all(dim=1)
-            return StaticOutput(logits, finite, hidden, inputs)
+            best = ops.sample(logits, SampleInputs(greedy=True)) if draws else None
+            return StaticOutput(logits, finite, best, hidden, inputs)
 
         graph, out = self._capture(step)
         if parts.model_drafts is None:
@@ -136,6 +140,14 @@ class StaticSteps:
         self.replays[segment.phase] = self.replays.get(segment.phase, 0) + 1
         return held.out
 
+    def _draws(self, phase: Phase) -> bool:
+        """Whether the sampler of `phase` can be captured."""
+        return any(
+            choice.impl.graph_safe
+            for choice in self._parts.ops.choices
+            if choice.request.op == "sample" and choice.request.phase is phase
+        )
+
     def _bucket(self, segment: Segment, rank: RankTokens) -> _Held | None:
         """Rows of every token are computed in decode and verify, elsewhere each run's last."""
         if segment.stop_layer != ALL_LAYERS:
@@ -155,8 +167,8 @@ class StaticSteps:
         )
 
 
-def rows_of(out: StaticOutput, segment: Segment) -> Tensor:
-    """Logits [R, V] of the rows that the segment asks for, in order."""
+def rows_of(out: StaticOutput, segment: Segment) -> tuple[Tensor, SampleOutput | None]:
+    """Logits [R, V] of the rows that the segment asks for, in order, and their likeliest tokens."""
     runs = segment.ranks[0].runs
     if segment.phase in (Phase.DECODE, Phase.VERIFY):
         at, wanted = 0, list[int]()
@@ -166,6 +178,8 @@ def rows_of(out: StaticOutput, segment: Segment) -> Tensor:
     else:
         at = len(runs)
         wanted = [number for number, run in enumerate(runs) if run.logits]
-    if len(wanted) == at:
-        return out.logits[:at]
-    return out.logits[to_device(np.array(wanted, np.int64), out.logits.device)]
+    if len(wanted) != at:
+        return out.logits[to_device(np.array(wanted, np.int64), out.logits.device)], None
+    if out.best is None:
+        return out.logits[:at], None
+    return out.logits[:at], SampleOutput(tokens=out.best.tokens[:at], bad=out.best.bad[:at])

@@ -47,6 +47,7 @@ from metainfer.kernels.table import OpTable
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.pools import KVStore
 from metainfer.models.common.inputs import SegmentInputs
+from metainfer.ops.sample.inputs import SampleOutput
 
 if TYPE_CHECKING:
     from metainfer.comm.emulated_ranks import EmulatedRanks
@@ -239,8 +240,8 @@ class LocalExecutor:
         if self._static is not None:
             out = self._static.run(segment, self._slots, eager=self._op_by_op)
             if out is not None:
-                rows, finite = rows_of(out, segment), out.finite
-                return self._finish(segment, rows, lambda: finite, out.hidden, out.inputs)
+                (rows, best), finite = rows_of(out, segment), out.finite
+                return self._finish(segment, rows, lambda: finite, out.hidden, out.inputs, best)
         host = build(rank, self._slots, parts.groups)
         inputs = host.to(parts.device)
         hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
@@ -258,13 +259,15 @@ class LocalExecutor:
         finite: Callable[[], torch.Tensor | None],
         hidden: Any,
         inputs: SegmentInputs,
+        best: SampleOutput | None = None,
     ) -> list[RunResult]:
-        """Draw, look at rows that show no logits, and let a model that drafts propose."""
+        """Draw, look at rows that show no logits, and let a model that drafts propose. `best`: what
+        a captured step drew already, for rows that want the likeliest token."""
         parts, runs = self._parts, segment.ranks[0].runs
         ops, guard = parts.ops.phase(segment.phase), self.nan_guard is not NanGuard.OFF
         results = [RunResult(run.slot) for run in runs]
         if logits is not None and len(logits):
-            results = finish_runs(logits, runs, self._slots, ops, guard=guard)
+            results = finish_runs(logits, runs, self._slots, ops, guard=guard, best=best)
         if guard:
             _check_silent_rows(finite, runs, results)
         if parts.model_drafts is not None and segment.stop_layer == ALL_LAYERS:

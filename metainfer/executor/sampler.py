@@ -52,13 +52,20 @@ class _Row:
 
 
 def finish_runs(
-    logits: Tensor, runs: Sequence[TokenRun], table: SlotTable, ops: PhaseOps, *, guard: bool = True
+    logits: Tensor,
+    runs: Sequence[TokenRun],
+    table: SlotTable,
+    ops: PhaseOps,
+    *,
+    guard: bool = True,
+    best: SampleOutput | None = None,
 ) -> list[RunResult]:
     """Draw for every sampling run and report prompt log-probabilities where asked.
 
     `logits` [R, V] holds the rows of all runs that need any, in order. Sampled tokens are appended
     to the slots' histories, as far as drafts were accepted. A broken row is a fault only if its
-    draw counts: behind a rejected draft it may hold anything. `guard` False lets it pass.
+    draw counts: behind a rejected draft it may hold anything. `guard` False lets it pass. `best`:
+    the likeliest token of each row, where it is known already.
     """
     rows: list[_Row] = []
     picks: list[int] = []
@@ -76,7 +83,7 @@ def finish_runs(
     drawn = logits
     if len(picks) != logits.shape[0]:
         drawn = logits[to_device(np.array(picks, np.int64), logits.device)]
-    output = ops.sample(drawn, gather(rows, logits.device)) if rows else None
+    output = _draw(drawn, gather(rows, logits.device), ops, best) if rows else None
     prompt = _prompt_logprobs(logits, runs, table)
     tokens, bad = [], []
     if output is not None:
@@ -111,6 +118,17 @@ def finish_runs(
             RunResult(run.slot, tuple(kept), reports, prompt[number], max(len(kept) - 1, 0))
         )
     return results
+
+
+def _draw(
+    logits: Tensor, inputs: SampleInputs, ops: PhaseOps, best: SampleOutput | None
+) -> SampleOutput:
+    """A draw of every row; `best` where all of them want just that."""
+    bare = inputs.greedy and inputs.plain and inputs.top_logprobs == NO_LOGPROBS
+    if best is not None and bare and len(best.tokens) == len(logits):
+        return best
+    drawn: SampleOutput = ops.sample(logits, inputs)
+    return drawn
 
 
 def broken(slot: int) -> RunResult:

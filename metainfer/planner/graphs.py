@@ -80,8 +80,9 @@ def choose(
 ) -> GraphChoice:
     """Of the steps `wanted`, those of phases whose every op can be captured.
 
-    A phase with an op that cannot loses with that op's name: it pays every launch. Sampling, and a
-    draft model's own steps, run behind a captured step.
+    A phase with an op that cannot loses with that op's name: it pays every launch. Behind a
+    captured step run draws and a draft model's own steps; likeliest tokens are part of the step
+    where the sampler can be captured.
     """
     if device not in CAPTURES:
         return GraphChoice((), f"steps on {device} are not captured")

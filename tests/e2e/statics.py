@@ -43,10 +43,9 @@ class Again:
 
     def replay(self) -> None:
         new = self.step()
-        for name in ("logits", "finite"):
-            old = getattr(self.out, name)
-            if old is not None:
-                old.copy_(getattr(new, name))
+        self.out.logits.copy_(new.logits)
+        if self.out.finite is not None and new.finite is not None:
+            self.out.finite.copy_(new.finite)
 
 
 def again(step: Step) -> tuple[Again, StaticOutput]:

@@ -7,6 +7,7 @@ replays must give the bits that its ops give on the same shapes, whatever the sc
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 import v4
 from capture import HostReads
 from harness import ask, start
+from msgspec.structs import replace
 from statics import Logits, capture_steps, decode, executor_of, record, release_steps
 
 from metainfer.core.plan import StepGraph
@@ -186,3 +188,31 @@ def test_replays_give_the_bits_of_their_ops(engine: Engine, schedule: int) -> No
     after = engine.stats()
     assert after.preemptions > before.preemptions
     assert after.accepted_drafts > before.accepted_drafts
+
+
+def test_likeliest_tokens_are_part_of_the_step(checkpoint: Path) -> None:
+    """Where the sampler can be captured it is not called behind a step that takes argmaxes."""
+    sites = Sites()
+    engine = engine_of(checkpoint, trace=sites)
+    table = executor_of(engine)._parts.ops
+    prompts = [[7, 8, 9], [10, 11], [12], [5, 6, 7, 8, 9]]
+    greedy = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (6, 9, 4, 7)]
+    drawn = [replace(p, temperature=0.9, seed=3) for p in greedy]
+    plain = [[a.tokens for a in ask(engine, prompts, p)] for p in (greedy, drawn)]
+    table.choices = tuple(
+        dataclasses.replace(c, impl=dataclasses.replace(c.impl, graph_safe=True))
+        if c.request.op == "sample"
+        else c
+        for c in table.choices
+    )
+    steps = capture_steps(executor_of(engine), decode(4))
+
+    def calls() -> int:
+        return sum(n for (phase, site, _), n in sites.calls.items()
+                   if (phase, site) == (Phase.DECODE, "sample"))  # fmt: skip
+
+    before = calls()
+    assert [a.tokens for a in ask(engine, prompts, greedy)] == plain[0]
+    assert steps.replays[Phase.DECODE] > 5 and calls() == before
+    assert [a.tokens for a in ask(engine, prompts, drawn)] == plain[1]
+    assert calls() > before
