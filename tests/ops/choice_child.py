@@ -221,7 +221,7 @@ def differing(logits: Tensor, inputs: SampleInputs) -> int:
 def run_sample_borders() -> int:
     """Ids that every filter just keeps or just drops, among equals: many draws of few ids."""
     rows = 12
-    logits = integers(G, 3, 4, 60).float().repeat(3, 1)
+    logits = integers(G, 3, 4, 60).float().repeat(3, 1) - 3.5
     common = {
         "temperature": torch.ones(rows), "seed": integers(G, 1 << 40, rows) - (1 << 39),
         "index": torch.arange(rows),
@@ -242,14 +242,20 @@ def run_sample_borders() -> int:
 def run_sample_parts() -> int:
     """Rows longer than one program's part; the drawn id follows the running sum over all of them;
     rows that are bad, greedy or drawn side by side."""
-    logits = torch.randn(5, 9000, generator=G)
+    rows = 16
+    logits = torch.randn(rows, 9000, generator=G)
     logits[1, 8999], logits[2, 4096] = torch.nan, 40.0
     logits[3] = -torch.inf
+    heat, top_k, top_p = torch.ones(rows), integers(G, 1, rows), torch.ones(rows)
+    heat[0], heat[2], top_k[4] = 2.0, 0.0, 5000
+    top_p[:5] = torch.tensor([0.99, 1.0, 1.0, 0.5, 0.9])
     inputs = SampleInputs(
-        temperature=torch.tensor([2.0, 1.0, 0.0, 1.0, 1.0]), seed=torch.arange(5) * 977,
-        index=torch.arange(5), top_k=torch.tensor([0, 0, 0, 0, 5000]),
-        top_p=torch.tensor([0.99, 1.0, 1.0, 0.5, 0.9]),
-    )  # fmt: skip
+        temperature=heat,
+        seed=torch.arange(rows) * 977,
+        index=torch.arange(rows),
+        top_k=top_k,
+        top_p=top_p,
+    )
     count = differing(logits, inputs) + differing(logits, SampleInputs(greedy=True))
     weight = torch.softmax(logits[:1].double() / 2, dim=-1)
     plain = SampleInputs(

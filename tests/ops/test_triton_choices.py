@@ -20,7 +20,7 @@ CASES = (
     "index_query/triton:float16",
     "index_query/triton-fp8:float32",
     "index_query/triton-fp4:float32",
-    "index_select/triton-fp4:float32",
+    "index_select/triton:float16",
     "moe_route/triton:float16",
     "moe_route_hash/triton:float32",
     "sample/triton:float32",
