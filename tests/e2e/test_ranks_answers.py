@@ -258,7 +258,9 @@ def test_ranks_of_one_host_are_not_promised_its_rates_twice(folders: dict[str, P
     assert rates["2x"] <= rates["single"] * 1.01
 
 
-def test_what_cannot_be_spread_is_refused_before_anything_loads(folders: dict[str, Path]) -> None:
+def test_b26_what_cannot_be_spread_is_refused_before_anything_loads(
+    folders: dict[str, Path],
+) -> None:
     with pytest.raises(RefusedError) as caught:
         engine_of(folders, "llama", parallel="tp4")
     text = str(caught.value)

@@ -14,6 +14,7 @@ from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import GOALS, Intent
 from metainfer.core.ledger import Decision, Origin
 from metainfer.core.plan import DraftPlan, LayoutPlan, Limits
+from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import Elsewhere, describe
 from metainfer.models.registry import random_config, read_arch
 from metainfer.ops.catalog import builtin_registry
@@ -149,6 +150,17 @@ def test_every_layout_is_whole_and_named_once(devices: int, experts: int) -> Non
         assert each.tensor % each.shards == 0 and each.prefill in (1, each.ranks)
         for half in (of_prompts(each), of_decodes(each)):
             assert half.ranks == each.ranks and half.expert == each.expert
+
+
+def test_b04_chunks_of_a_pair_ask_for_kernels_of_the_parts_that_a_rank_holds() -> None:
+    for name, heads, parts in (("cp8/tp8", 64, 8), ("cp8/dp8ep8", 64, 1), ("tp8", 8, 1)):
+        choices = resolved(parallel=name).selection.bundle.choices
+        asked = {c.request.site: c.request for c in choices if c.request.phase is Phase.CHUNK}
+        each = 64 * 512 // (8 if "tp8" in name else 1)
+        wq_b = asked["linear.wq_b"]
+        assert (wq_b.shape["n"], wq_b.count) == (each, 43 * parts)
+        assert asked["attn_sparse.csa"].shape["hq"] == heads  # attention sees all heads at once
+        assert asked["linear.wqkv"].count == 43
 
 
 def test_a_drafting_model_does_not_run_where_ranks_share_rows() -> None:
