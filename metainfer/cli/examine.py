@@ -107,6 +107,10 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
+MOST_LOSERS = 12
+"""Losers of a decision that people are shown unasked."""
+
+
 def plan_text(document: dict[str, Any]) -> str:
     """The plan for people: capacity, memory ledger, decisions, operations joined over phases.
 
@@ -126,7 +130,11 @@ def plan_text(document: dict[str, Any]) -> str:
     for row in document["decisions"]:
         if not row["key"].startswith("ops."):
             lines.append(f"{row['key']} = {row['value']}  ({row['origin']}) {row['why']}")
-            lines += [f"    not {loser['value']}: {_cut(loser)}" for loser in row["losers"]]
+            losers = row["losers"]
+            lines += [f"    not {loser['value']}: {_cut(loser)}" for loser in losers[:MOST_LOSERS]]
+            if len(losers) > MOST_LOSERS:
+                more = len(losers) - MOST_LOSERS
+                lines.append(f"    nor {more} more (--explain {row['key']})")
     phases: dict[tuple[str, str, str], list[str]] = {}
     for name, choice in document["plan"]["ops"].items():
         site, _, phase = name.partition("@")
@@ -142,12 +150,13 @@ def _layout_lines(layouts: list[dict[str, Any]]) -> list[str]:
     """One line a layout; nothing where the machine has one device."""
     if len(layouts) == 1:
         return []
+    wide = max(10, *(len(row["name"]) for row in layouts))
     lines = [
-        f"  {'layout':<10} {'cached tokens':>14} {'max context':>12} {'prefill':>9} {'decode':>8}"
-        "   tok/s, predicted"
+        f"  {'layout':<{wide}} {'cached tokens':>14} {'max context':>12} {'prefill':>9} "
+        f"{'decode':>8}   tok/s, predicted"
     ]
     for row in layouts:
-        shown = f"  {row['name']:<10} "
+        shown = f"  {row['name']:<{wide}} "
         if row["feasible"]:
             speeds = (row["prefill_tok_s"], row["decode_tok_s"])
             prefill, decode = ("-" if speed is None else f"{speed:,.0f}" for speed in speeds)

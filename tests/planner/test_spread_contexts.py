@@ -22,6 +22,10 @@ from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved
 from metainfer.planner.search import Candidate
 from metainfer.planner.steps import StepCost
+from metainfer.platform.facts import Facts
+from metainfer.simulator.run import simulate
+from metainfer.simulator.workload import draw
+from metainfer.simulator.world import world_of
 
 FLASH, QWEN = "random:deepseek-v4-flash?layers=8", "random:qwen3-8b?layers=4"
 EIGHT = "8x-rtx-pro-6000d"
@@ -31,11 +35,15 @@ CONTEXT = 131_072
 @cache
 def planned(model: str = FLASH, machine: str = EIGHT, **wishes: Any) -> Resolved:
     """With a matrix rate, so that prompts have a price."""
-    there = describe(machine)
-    device = replace(there.facts.device, dot_flops={"bfloat16": 200e12})
-    facts = replace(there.facts, devices=(device,) * len(there.facts.devices))
     intent = Intent(model=model, **{"context": CONTEXT, "concurrency": 8, **wishes})
-    return replace(there, facts=facts).resolve(open_model(model), intent)
+    there = replace(describe(machine), facts=known_rate(machine))
+    return there.resolve(open_model(model), intent)
+
+
+def known_rate(machine: str = EIGHT) -> Facts:
+    facts = describe(machine).facts
+    device = replace(facts.device, dot_flops={"bfloat16": 200e12})
+    return replace(facts, devices=(device,) * len(facts.devices))
 
 
 def of(name: str, found: Resolved | None = None) -> Candidate:
@@ -233,13 +241,27 @@ def test_prompts_over_ranks_are_first_and_decodes_keep_their_rate() -> None:
     assert cp.first_token_s < tp.first_token_s  # the field: 1.44 times TP2 at 8K on two cards
 
 
+def test_a_simulated_pair_shares_the_rows_of_a_lone_prompt() -> None:
+    """The real scheduler on both: one client, whose prompt is one domain's or all ranks'."""
+    load = draw("closed:concurrency=1,requests=2,prompt=4000,output=4", 1000)
+    firsts = {}
+    for name in ("ep8", "cp8/dp8ep8"):
+        found = planned(parallel=name)
+        assert found.chosen.cost is not None
+        world = world_of(found, known_rate())
+        served = simulate(world, load).served
+        firsts[name] = served[0].times[0]
+        assert all(each.output == 4 for each in served)
+    assert firsts["cp8/dp8ep8"] < firsts["ep8"] / 4
+
+
 # -- choice ----------------------------------------------------------------------------------------
 
 
 def test_b26_four_million_cached_tokens_take_the_highest_sharding() -> None:
     """The field: decodes 88 to 68 tokens a second for 0.56 to 3.96 million cached tokens as one
     latent head, copied to each of eight cards, is dealt over them; prompts about as fast."""
-    model = "random:glm-5.3?layers=46"
+    model = "random:glm-5.3?layers=47"
     wishes = {"machine": "8x-rtx-pro-6000", "concurrency": 40}
     found = {goal: planned(model, goal=goal, **wishes) for goal in ("context", "latency")}
     roomy = {e.layout.name: e for e in found["context"].layouts if e.held is not None}
