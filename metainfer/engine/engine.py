@@ -98,13 +98,13 @@ class Engine:
             model = open_model(self.intent.model, adapters=self.intent.adapters)
         with self._phase("machine"):
             machine = self._machine or open_machine(self.intent.platform)
-            drifted = drift(fingerprint(machine.facts)) if self._machine is None else []
         with self._phase("plan"):
             # Before the long imports: what the plan refuses is refused within a second.
             first = machine.resolve(model, self.intent)
             if (refusal := first.refusal()) is not None:
                 raise refusal
             machine.recall(first.plan.model.dtype)
+            drifted = drift(fingerprint(machine.facts)) if self._machine is None else []
         with self._phase("torch"):
             import torch  # noqa: F401 - timed apart: it is the longest import
         with self._phase("qualify kernels"):

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from metainfer.core.errors import RefusedError, UsageError
-from metainfer.core.verdict import ACCEPT, Reason, Verdict, all_of, reject, require
+from metainfer.core.verdict import Reason, Verdict, all_of, reject, require
 from metainfer.kernels.bundles import candidate_layouts, check_pins, roles_of
 from metainfer.kernels.impl import Context, Evidence, Impl, Numerics, OpRequest, Quality
 from metainfer.kernels.refusal import refusal, unserved_reasons
@@ -202,8 +203,12 @@ def select(
             found[key] = _outcome(registry, request, facts, own, policy)
         return found[key]
 
+    @cache
+    def against(role: str, layout: str) -> Verdict:
+        return _layout_objections(registry, role, layout, requests, facts, policy)
+
     for layouts in candidate_layouts(registry, requests):
-        verdict = _layout_objections(registry, layouts, requests, facts, policy)
+        verdict = all_of(against(role, layouts[role]) for role in sorted(layouts))
         if not verdict.accepted:
             refused.append(RefusedBundle(layouts, verdict.reasons))
             continue
@@ -421,35 +426,32 @@ def _why(
 
 def _layout_objections(
     registry: Registry,
-    layouts: Mapping[str, str],
+    role: str,
+    layout_id: str,
     requests: Sequence[OpRequest],
     facts: Facts,
     policy: Policy,
 ) -> Verdict:
-    verdict = ACCEPT
-    for role in sorted(layouts):
-        layout = registry.layout(layouts[role])
-        pin = policy.layout_pins.get(role)
-        verdict &= require(
-            pin is None or pin == layout.id, "pin", f"{role} layout {pin} was asked for"
-        )
-        seen: dict[tuple[str, str], Reason] = {}
-        readers = registry.readers(role)
-        for request in requests:
-            if not layout.conditions and request.op not in readers:
-                continue
-            outcome = all_of(c(Context(request, facts, layouts)) for c in layout.conditions)
-            if layout.schemes is not None and request.op in readers:
-                foreign = sorted(set(request.schemes) - layout.schemes)
-                outcome &= require(
-                    not foreign,
-                    "weight-scheme",
-                    f"{layout.id} does not pack {', '.join(foreign)}",
-                )
-            for reason in outcome.reasons:
-                seen.setdefault((reason.code, reason.message), reason)
-        verdict &= Verdict(tuple(seen.values()))
-    return verdict
+    """What stands against a layout here, whatever stands beside it."""
+    layout, pin = registry.layout(layout_id), policy.layout_pins.get(role)
+    asked = require(pin is None or pin == layout.id, "pin", f"{role} layout {pin} was asked for")
+    seen: dict[tuple[str, str], Reason] = {}
+    readers = registry.readers(role)
+    for request in requests:
+        if not layout.conditions and request.op not in readers:
+            continue
+        context = Context(request, facts, {role: layout_id})
+        outcome = all_of(condition(context) for condition in layout.conditions)
+        if layout.schemes is not None and request.op in readers:
+            foreign = sorted(set(request.schemes) - layout.schemes)
+            outcome &= require(
+                not foreign,
+                "weight-scheme",
+                f"{layout.id} does not pack {', '.join(foreign)}",
+            )
+        for reason in outcome.reasons:
+            seen.setdefault((reason.code, reason.message), reason)
+    return asked & Verdict(tuple(seen.values()))
 
 
 def _total(choices: Sequence[Choice]) -> float | None:
