@@ -73,7 +73,7 @@ def index_select(
     Cuts follow from shapes (rows, sequences, the table's width), never from lengths, so a captured
     step serves every length. q is contiguous, g may be a slice of wider rows.
     """
-    if not q.is_contiguous() or (g.stride(1) not in (0, 1) and g.shape[1] > 1):
+    if not q.is_contiguous() or (g.stride(1) != 1 and g.shape[1] > 1):
         raise InternalError(f"the indexer wants packed heads, got {q.stride()} and {g.stride()}")
     (rows, heads, d), device = q.shape, q.device
     sequences, form = context_lens.shape[0], pages.form
