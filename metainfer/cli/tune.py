@@ -53,7 +53,8 @@ def kernels(
     /,
     *,
     only: Annotated[
-        tuple[str, ...], Parameter(name="--only", help="an op; may be repeated. Default: all")
+        tuple[str, ...],
+        Parameter(name="--only", negative=(), help="an op; may be repeated. Default: all"),
     ] = (),
     rounds: Annotated[int, Parameter(name="--rounds", help="samples of each candidate")] = 15,
     seed: Annotated[int, Parameter(name="--seed", help="of inputs, and of the order")] = 0,

@@ -57,6 +57,13 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
         "--url", "--api-key", "--workload", "--repeats", "--warm-up", "--seed", "--json",
     },
     ("bench", "calibrate"): ENGINE | {"--repeats", "--seed", "--dry-run", "--json"},
+    ("bench", "ladder"): ENGINE | {
+        "--prompt-tokens", "--output-tokens", "--batch", "--prefill-tokens", "--repeats", "--seed",
+        "--picture", "--json",
+    },
+    ("tune", "capacity"): ENGINE | {"--seconds", "--seed", "--dry-run", "--json"},
+    ("tune", "kernels"): ENGINE | {"--only", "--rounds", "--seed", "--dry-run", "--json"},
+    ("tune", "comm"): ENGINE | {"--seconds", "--dry-run", "--json"},
     ("verify",): ENGINE | {"--seed", "--bringup", "--report", "--time-limit", "--json"},
     ("convert",): {"--to", "--lossless", "--json"},
     ("version",): {"--json"},

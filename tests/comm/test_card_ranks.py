@@ -159,6 +159,28 @@ def test_a_backend_that_one_rank_cannot_open_is_used_by_none(
     on_ranks(2, lambda rank: ranks[rank].close())
 
 
+def test_what_only_one_rank_could_open_is_closed_again(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, asked = threading.Lock(), list[int]()
+
+    def register(address: int, size: int) -> int:
+        with lock:
+            asked.append(address)
+            if len(asked) == 1:
+                raise CudaError("cuMemHostRegister failed: out of memory (2).")
+        return address
+
+    monkeypatch.setattr(cuda.driver, "register_host", register)
+    ranks = opened(no_peer(2))
+    for each in ranks:
+        (group,) = each._groups.values()
+        assert set(group.opened) == {"host:copy"}
+        (reason,) = group._verdicts["host"].reasons
+        assert "out of memory" in reason.message and reason.message.startswith("rank ")
+    on_ranks(2, lambda rank: ranks[rank].close())
+
+
 def test_a_backend_that_sums_wrongly_is_not_used(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,9 +192,14 @@ def test_a_backend_that_sums_wrongly_is_not_used(
         return found
 
     monkeypatch.setattr(card_ranks, "canonical_sum", other)
-    with pytest.raises(RefusedError, match="wrong bytes at 70001 elements"):
-        ranks = opened(no_peer(2))
-        ranks[0].ranks.tensor.sum(torch.zeros(8))
+    ranks = opened(no_peer(2))
+    for each in ranks:
+        (group,) = each._groups.values()
+        assert not group.opened
+        for name in ("host", "host:copy"):
+            (reason,) = group._verdicts[name].reasons
+            assert reason.code == "wrong" and "wrong bytes at 70001 elements" in reason.message
+    on_ranks(2, lambda rank: ranks[rank].close())
 
 
 def test_what_was_asked_for_and_cannot_be_is_refused_with_every_reason(memory: Memory) -> None:
