@@ -78,9 +78,9 @@ def test_what_a_server_adds_is_what_steps_do_not_explain(monkeypatch: pytest.Mon
             return [Served(float(i), 32, [i + 0.05], [1]) for i in range(path.LONE)]
         count = load.concurrency
         assert count == 4
-        ends = [[1 + 0.2 * i + 0.036 * n for n in range(40)] for i in range(count)]
-        ends[0] = [each + 9.0 if n > 38 else each for n, each in enumerate(ends[0])]
-        return [Served(0.0, 32, times, [1] * 40) for times in ends]
+        together = [30 + 0.036 * n for n in range(10)]  # before that, not all are under way
+        ends = [[0.5 * n for n in range(30)] + together] * (count - 1) + [together]
+        return [Served(0.0, 32, times, [1] * len(times)) for times in ends]
 
     async def models(self: Server, where: str) -> str:
         return '{"data": [{"id": "m"}]}'
