@@ -69,11 +69,12 @@ def tables(seed: int, gone: float) -> tuple[SlotTable, DeviceTables]:
     runs=runs_of,
     phase=st.sampled_from(["decode", "verify", "chunk", "mixed"]),
     spare=st.integers(0, 3),
+    more=st.integers(0, 4),
     seed=st.integers(0, 99),
     gone=st.sampled_from([0.0, 0.3]),
 )
 def test_the_device_computes_what_the_host_builds(
-    runs: list[tuple[int, int]], phase: str, spare: int, seed: int, gone: float
+    runs: list[tuple[int, int]], phase: str, spare: int, more: int, seed: int, gone: float
 ) -> None:
     host, device = tables(seed, gone)
     if phase == "decode":
@@ -84,9 +85,7 @@ def test_the_device_computes_what_the_host_builds(
     )
     count = len(runs) + spare
     real = sum(length for _, length in runs)
-    shape = StepGraph(
-        phase=phase, tokens=count if phase == "decode" else real + 2 * spare, runs=count
-    )
+    shape = StepGraph(phase=phase, tokens=count if phase == "decode" else real + more, runs=count)
     buffers = StepBuffers.make(shape, CPU, adapters=False)
     buffers.numbers.fill_(12345)  # what an earlier step left
     filled = [(run.slot, run.start, len(run.tokens)) for run in listed]

@@ -12,6 +12,9 @@ from capture import HostReads, recorded
 from metainfer.core.step import Phase
 from metainfer.engine.machine import open_machine
 from metainfer.kernels.impl import Impl
+from metainfer.kv.book.form import EntryForm, index_fp8, index_plain
+from metainfer.kv.store.entries import EntryPages, gather, put, store, take
+from metainfer.kv.store.pools import TYPES
 from metainfer.ops import qualify
 from metainfer.ops.case import Case
 from metainfer.ops.catalog import builtin_registry, op_cases
@@ -64,6 +67,41 @@ def test_what_may_be_captured_asks_the_host_nothing(impl: Impl) -> None:
 def test_what_may_not_be_captured_is_seen_asking(impl: Impl) -> None:
     """The watch sees every way in which our own torch versions ask."""
     assert reads(impl)
+
+
+@pytest.mark.parametrize(
+    "impl", [i for i in STATIC if i.name == "torch-static"], ids=lambda i: i.id
+)
+def test_versions_for_captured_steps_pass_their_cases(impl: Impl) -> None:
+    verdict = qualify.qualify(impl, "float32", "cpu", FACTS, REGISTRY)
+    assert verdict.accepted, verdict.reasons
+
+
+@pytest.mark.parametrize(
+    "form", [index_plain(6, "float32"), index_fp8(32)], ids=lambda form: form.layout
+)
+@pytest.mark.parametrize("kept", ["all", "some", "none", "no rows"])
+def test_put_stores_and_take_gathers_without_asking(form: EntryForm, kept: str) -> None:
+    g = torch.Generator().manual_seed(7)
+    count = 0 if kept == "no rows" else 9
+    slots = torch.randperm(4 * 5, generator=g)[:count]
+    skipped = {"all": 0.0, "some": 0.5, "none": 1.0, "no rows": 0.0}[kept]
+    slots = torch.where(torch.rand(count, generator=g) < skipped, -1, slots)
+    values = torch.randn(count, form.width, generator=g)
+    values[slots < 0] = float("nan")
+
+    def pages() -> EntryPages:
+        shape = (4, 5, form.width) if form.stored != "uint8" else (4, form.page_bytes(5))
+        data = torch.randint(1, 90, shape, generator=torch.Generator().manual_seed(3))
+        return EntryPages(0, data.to(TYPES[form.stored]), form, 5)
+
+    mine, want = pages(), pages()
+    with HostReads() as watch:
+        put(mine, slots, values)
+        read = take(mine, slots)
+    store(want, slots, values)
+    assert watch.found == [] and torch.equal(mine.data, want.data)
+    assert torch.equal(read, gather(want, slots))
 
 
 @pytest.mark.parametrize(
