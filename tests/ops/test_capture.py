@@ -70,14 +70,6 @@ def test_what_may_not_be_captured_is_seen_asking(impl: Impl) -> None:
 
 
 @pytest.mark.parametrize(
-    "impl", [i for i in STATIC if i.name == "torch-static"], ids=lambda i: i.id
-)
-def test_versions_for_captured_steps_pass_their_cases(impl: Impl) -> None:
-    verdict = qualify.qualify(impl, "float32", "cpu", FACTS, REGISTRY)
-    assert verdict.accepted, verdict.reasons
-
-
-@pytest.mark.parametrize(
     "form", [index_plain(6, "float32"), index_fp8(32)], ids=lambda form: form.layout
 )
 @pytest.mark.parametrize("kept", ["all", "some", "none", "no rows"])
