@@ -38,7 +38,7 @@ SHAPES = (
     StepGraph(phase="verify", tokens=12, runs=4),
     *decode(4, 2),
 )
-SCHEDULES = int(os.environ.get("SCHEDULES", "2"))
+SCHEDULES = int(os.environ.get("SCHEDULES", "1"))
 
 
 @pytest.fixture(scope="module")
