@@ -6,6 +6,7 @@ import ctypes
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -212,6 +213,16 @@ def test_a_missing_page_is_an_error_not_a_read() -> None:
     batch.context[0] = 1000
     with pytest.raises(InternalError, match="context"):
         batch.run()
+
+
+def test_padding_alone_is_no_sequence_whatever_its_strides() -> None:
+    """A domain without requests brings tables without rows, to which numpy gives strides of zero."""
+    batch = random_batch([2], [20])
+    batch.table = torch.from_numpy(np.zeros((3, 2), np.int32)[:0])
+    batch.context = torch.from_numpy(np.zeros(0, np.int64).astype(np.int32))
+    batch.start = torch.zeros(1, dtype=torch.int32)
+    assert batch.context.stride() == (0,)
+    assert batch.run().shape == batch.q.shape
 
 
 def test_refusals() -> None:

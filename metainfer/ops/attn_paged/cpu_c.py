@@ -90,7 +90,9 @@ def attn_paged(
     """
     _check(q, k_cache, v_cache)
     tables = (page_table, query_start, context_lens)
-    if any(table.dtype != torch.int32 or table.stride(-1) != 1 for table in tables):
+    # An array without elements has strides of zero where numpy made it.
+    strided = (table.numel() and table.stride(-1) != 1 for table in tables)
+    if any(strided) or any(table.dtype != torch.int32 for table in tables):
         raise InternalError("attn_paged wants contiguous int32 tables")
     rows, heads, width = q.shape
     out = torch.empty((rows, heads, width))
