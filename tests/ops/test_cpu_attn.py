@@ -216,7 +216,7 @@ def test_a_missing_page_is_an_error_not_a_read() -> None:
 
 
 def test_padding_alone_is_no_sequence_whatever_its_strides() -> None:
-    """A domain without requests brings tables without rows, to which numpy gives strides of zero."""
+    """A domain without requests brings tables without rows; numpy gives these strides of zero."""
     batch = random_batch([2], [20])
     batch.table = torch.from_numpy(np.zeros((3, 2), np.int32)[:0])
     batch.context = torch.from_numpy(np.zeros(0, np.int64).astype(np.int32))
