@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from metainfer.core.ledger import Loser
-from metainfer.core.plan import DraftPlan, LedgerRow, StepGraph
+from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, StepGraph
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
 from metainfer.kernels.select import Selection
@@ -48,24 +48,26 @@ class GraphChoice:
 
 
 def wanted(
-    device: str, running: int, step_tokens: int, draft: DraftPlan, domains: int = 1
+    device: str, running: int, step_tokens: int, draft: DraftPlan, layout: LayoutPlan
 ) -> tuple[StepGraph, ...]:
     """What a device of that kind would capture, if every op can be: the largest first, so that
     later captures fit into the first one's memory. `running`: sequences of one domain.
 
     Several domains meet in collectives, so all must take the same bucket. Tokens tell them apart
-    alike on every rank, runs do not: only decode is captured there.
+    alike on every rank, runs do not: only decode is captured there, and where ranks share the rows
+    of a chunk. Where ranks share a cache, who holds which page is told by the host: nothing is.
     """
-    if device not in CAPTURES:
+    if device not in CAPTURES or max(layout.context, layout.shards) > 1:
         return ()
     found = []
-    depth = draft.depth if domains == 1 else 0
+    alone = layout.data == layout.prefill == 1
+    depth = draft.depth if alone else 0
     for runs in (*(bucket for bucket in BUCKETS if bucket < running), running):
         found.append(StepGraph(phase=Phase.DECODE.value, tokens=runs, runs=runs))
         tokens = runs * (1 + depth)
         if depth and tokens <= step_tokens:
             found.append(StepGraph(phase=Phase.VERIFY.value, tokens=tokens, runs=runs))
-    for tokens in CHUNKS if domains == 1 else ():
+    for tokens in CHUNKS if alone else ():
         if tokens <= step_tokens:
             runs = min(CHUNK_RUNS, running)
             found.append(StepGraph(phase=Phase.CHUNK.value, tokens=tokens, runs=runs))
@@ -101,6 +103,8 @@ def choose(
         text = "the draft model's own steps pay every launch: they are not captured yet"
         losers = (*losers, Loser("draft graphs", (Reason("not-built", text),)))
     graphs = tuple(shape for shape in shapes if shape.phase not in against)
+    if not shapes:
+        return GraphChoice((), "decode runs op by op: ranks share a cache", losers)
     if not any(shape.phase == Phase.DECODE.value for shape in graphs):
         return GraphChoice(graphs, "decode runs op by op: it pays every launch", losers)
     return GraphChoice(graphs, "seed, up to concurrency", losers)

@@ -273,7 +273,7 @@ class Cards:
         kind, limits, rank = self.facts.device.kind, self.limits, self._rank(of_decodes(layout))
         if not self.intent.graphs:
             return []
-        shapes = graphs.wanted(kind, running, limits.step_tokens, self.draft, layout.data)
+        shapes = graphs.wanted(kind, running, limits.step_tokens, self.draft, layout)
         width = DTYPE_BYTES[self.dtype]
         row = graphs.graph_row(shapes, rank, groups, limits.max_context, width)
         return [] if row is None else [row]

@@ -275,9 +275,7 @@ class _Resolver:
 
     def graphs(self, cards: Cards, held: Held, selection: Selection) -> graphs.GraphChoice:
         kind, running = self.facts.device.kind, held.cache.sizes.slots
-        shapes = graphs.wanted(
-            kind, running, cards.limits.step_tokens, cards.draft, held.layout.data
-        )
+        shapes = graphs.wanted(kind, running, cards.limits.step_tokens, cards.draft, held.layout)
         chosen = graphs.choose(selection, shapes, kind, cards.draft)
         origin = Origin.SEED if chosen.buckets else Origin.DERIVED
         if not self.intent.graphs:

@@ -10,13 +10,14 @@ import pytest
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Decision, Origin
+from metainfer.core.plan import DraftPlan, LayoutPlan
 from metainfer.core.step import Phase
 from metainfer.kernels.audit import target_facts
 from metainfer.kernels.impl import Evidence
 from metainfer.kernels.select import Policy
 from metainfer.models.registry import random_config, read_arch
 from metainfer.ops.catalog import builtin_registry
-from metainfer.planner.graphs import GRAPH_BYTES
+from metainfer.planner.graphs import GRAPH_BYTES, wanted
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved, resolve
 from metainfer.platform.facts import Facts
@@ -94,6 +95,17 @@ def test_chunks_are_captured_up_to_what_a_step_holds() -> None:
     assert [tokens for _, tokens, _ in shapes] == sorted((t for _, t, _ in shapes), reverse=True)
     assert {g.tokens for g in plan.graphs if g.phase == "decode"} == set(plan.graph_buckets)
     assert resolved(concurrency=6, chunk_tokens=130).plan.fingerprint == plan.fingerprint
+
+
+def test_what_ranks_share_is_not_captured() -> None:
+    def phases(**degrees: int) -> set[str]:
+        layout = LayoutPlan(name="x", **degrees)
+        draft = DraftPlan(method="ngram", depth=2)
+        return {shape.phase for shape in wanted("cuda", 8, 4096, draft, layout)}
+
+    assert phases() == phases(tensor=2) == {"decode", "verify", "chunk", "mixed"}
+    assert phases(data=2) == phases(tensor=2, prefill=2) == {"decode"}
+    assert phases(tensor=2, shards=2) == phases(context=2) == set()
 
 
 def test_captured_steps_are_in_the_ledger_or_left_over() -> None:
