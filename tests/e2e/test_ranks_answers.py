@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import v4
@@ -239,8 +240,10 @@ def test_b17_a_rank_that_plans_otherwise_stops_the_start(
 ) -> None:
     from metainfer.engine import rank
 
-    def told(intent: object, resolved: object, of: object = rank.facts_of) -> dict[str, object]:
-        facts = of(intent, resolved)  # type: ignore[operator]
+    facts_of = rank.facts_of
+
+    def told(*given: Any) -> dict[str, object]:
+        facts = facts_of(*given)
         return {**facts, "plan": {**facts["plan"], "limits.step_tokens": 77}}
 
     monkeypatch.setattr(rank, "facts_of", told)
