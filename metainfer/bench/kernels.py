@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from metainfer.bench.conditions import conditions
+from metainfer.core.errors import UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.verdict import Reason
 from metainfer.engine.machine import Machine, open_machine, source_digest
@@ -92,11 +93,13 @@ def run(
     against it, and of each implementation the setting that is kept.
 
     Raises:
+        UsageError: the plan has no such op.
         UsageError, RefusedError: as `planner.resolve.resolve`.
     """
     machine = machine or open_machine(intent.platform)
     model = open_model(intent.model, adapters=intent.adapters)
     resolved = machine.resolve(model, intent)
+    _known(resolved, options.ops)
     card = tuning.card_class(machine.facts)
     under = conditions(resolved.plan)
     timer = timer or (_on_card if machine.facts.device.kind == "cuda" else _on_host)
@@ -124,6 +127,15 @@ def run(
         tuned.append({**where, "candidates": [t.row() for t in tried], "kept": found})
     machine.forget_tunings()
     return {"card": dict(card.facts), "tuned": tuned, "skipped": skipped, "conditions": under}
+
+
+def _known(resolved: Resolved, ops: Sequence[str]) -> None:
+    there = sorted({choice.request.op for choice in resolved.selection.bundle.choices})
+    unknown = [op for op in ops if op not in there]
+    if unknown:
+        raise UsageError(
+            f"this plan has no op {', '.join(map(repr, unknown))}.", f"It has: {', '.join(there)}."
+        )
 
 
 def _requests(resolved: Resolved, ops: Sequence[str]) -> Iterator[OpRequest]:

@@ -176,6 +176,8 @@ def ladder(
         raise UsageError(
             "--repeats and --output-tokens are at least 2, --prompt-tokens and --batch at least 1."
         )
+    if prefill_tokens < 0:
+        raise UsageError("--prefill-tokens is at least 0, which skips its row.")
     if picture is not None and not picture.parent.is_dir():
         raise UsageError(f"{picture.parent} is not a folder.", "Make it, or name another.")
     options = climbing.LadderOptions(

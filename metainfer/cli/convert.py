@@ -72,8 +72,13 @@ def _export(reference: str, target: Path) -> Result:
 
     model = open_model(reference)
     from metainfer.formats.export import export
-    from metainfer.formats.random_source import RandomSource
+    from metainfer.formats.random_source import RandomSource, undrawn
 
+    if schemes := undrawn(model.draws):
+        raise ModelError(
+            f"{reference} cannot be written: no numbers are drawn as {', '.join(schemes)}.",
+            "Write another random model; plan reads this one without files.",
+        )
     assert model.source.random is not None
     # Spelled out, so that two references to one model give the same bytes.
     family, layers = model.source.random.family, model.arch.layers

@@ -78,7 +78,8 @@ class RefusedError(UserError):
         self.reasons = tuple(reasons)
 
     def __str__(self) -> str:
-        listed = "; ".join(reason.message for reason in self.reasons)
+        untold = [reason.message for reason in self.reasons if reason.message not in self.cause]
+        listed = "; ".join(untold)
         parts = [self.cause, f"Reasons: {listed}." if listed else "", self.remedy]
         return " ".join(part for part in parts if part)
 

@@ -55,6 +55,16 @@ class RandomSource:
         return RawTensor(drawn.scheme, drawn.shape, _normal(drawn, generator))
 
 
+def undrawn(draws: Mapping[str, Drawn]) -> list[str]:
+    """Schemes of `draws` that a `RandomSource` has no numbers for."""
+    formed = ((each, each.format) for each in draws.values())
+    return sorted({each.scheme for each, fmt in formed if fmt and not _has_numbers(each, fmt)})
+
+
+def _has_numbers(drawn: Drawn, fmt: BlockFormat) -> bool:
+    return fmt.scale == "F8_E8M0" and not drawn.mean
+
+
 def _normal(drawn: Drawn, generator: torch.Generator) -> Tensor:
     device, dtype = generator.device, TORCH_DTYPES[drawn.scheme]
     result = torch.empty(drawn.shape, dtype=dtype, device=device)
@@ -83,7 +93,7 @@ def _distinct(drawn: Drawn, generator: torch.Generator) -> Tensor:
 
 
 def _blocks(drawn: Drawn, fmt: BlockFormat, generator: torch.Generator) -> BlockTensor:
-    if fmt.scale != "F8_E8M0" or drawn.mean:
+    if not _has_numbers(drawn, fmt):
         raise InternalError(f"no {fmt.name} matrix of mean {drawn.mean} is drawn")
     n, k = drawn.shape
     spread, often = _PARTS[fmt.element]

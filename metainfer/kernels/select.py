@@ -62,8 +62,8 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The winner at one (site, phase). `slowdown`: its cost over that of the cheapest known
-    implementation, rejected ones included; None where either cost is unknown. `tuned`: how it is
-    launched, where a record says."""
+    implementation, rejected ones included; None where either cost is unknown or that one costs
+    nothing. `tuned`: how it is launched, where a record says."""
 
     request: OpRequest
     impl: Impl
@@ -339,7 +339,6 @@ def _choice(
     # Kernels of another kind of device are no measure of what this one could do.
     foreign = {c.impl for c in losers if any(reason.code == "device" for reason in c.reasons)}
     known = [cost for name, cost in costs.items() if cost is not None and name not in foreign]
-    slowdown = round(own / min(known), 3) if own and known else None
     return Choice(
         context.request,
         impl,
@@ -348,9 +347,15 @@ def _choice(
         why,
         losers,
         own,
-        slowdown,
+        None if own is None else _slowdown(own, min(known)),
         policy.tuned(impl, context.request),
     )
+
+
+def _slowdown(own: float, best: float) -> float | None:
+    if own == best:
+        return 1.0
+    return round(own / best, 3) if best else None
 
 
 def _pinned(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from metainfer.bench.kernels import KernelOptions, Tried, run
+from metainfer.core.errors import UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.records import RecordStore
@@ -80,6 +81,11 @@ def test_what_is_kept_is_what_the_next_plan_launches(machine: Machine) -> None:
 def test_a_tie_leaves_a_kernel_as_it_is(machine: Machine) -> None:
     document: Any = run(INTENT, OPTIONS, lambda text: None, machine, timer(-1))
     assert {k["setting"]["threads"] for row in document["tuned"] for k in row["kept"]} == {0}
+
+
+def test_an_op_that_the_plan_lacks_is_told_with_those_that_it_has(machine: Machine) -> None:
+    with pytest.raises(UsageError, match=r"no op 'nope'\..* It has: .*rmsnorm"):
+        run(INTENT, replace(OPTIONS, ops=("rmsnorm", "nope")), lambda text: None, machine, timer(2))
 
 
 def test_nothing_is_kept_on_a_dry_run(machine: Machine) -> None:

@@ -50,6 +50,14 @@ def test_bad_usage(tmp_path: Path) -> None:
     assert missing.returncode == 1 and "There is no folder" in missing.stderr
 
 
+def test_what_has_no_random_numbers_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    target = tmp_path / "m"
+    done = cli("convert", "random:glm-5.3-nvfp4?layers=1", str(target), "--to", "official")
+    assert done.returncode == 1 and not target.exists()
+    assert "drawn as fp8_128_f32. Write another" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_random_model_becomes_its_publisher_s_files(tmp_path: Path) -> None:
     target, model = tmp_path / "m", "random:tiny-deepseek-v4-fp4?layers=3"
     for kept in (0, 1):  # the second run finds all of it there

@@ -57,6 +57,13 @@ class TestErrors:
         assert "one; two" in str(error)
         assert [r["code"] for r in error.to_json()["reasons"]] == ["a", "b"]  # type: ignore[index]
 
+    def test_a_reason_that_is_the_cause_is_told_once(self) -> None:
+        reasons = [Reason("memory", "5 B needed"), Reason("x", "two")]
+        error = RefusedError("5 B needed on a card.", "Do.", reasons=reasons)
+        assert str(error) == "5 B needed on a card. Reasons: two. Do."
+        assert str(RefusedError("5 B needed.", "Do.", reasons=reasons[:1])) == "5 B needed. Do."
+        assert [r["code"] for r in error.to_json()["reasons"]] == ["memory", "x"]  # type: ignore[index]
+
     def test_exit_codes(self) -> None:
         assert UserError("x").exit_code == 1
         assert UsageError("x").exit_code == 2

@@ -154,6 +154,15 @@ def test_slowdown_counts_rejected_ones() -> None:
     assert isinstance(outcome, Choice) and outcome.slowdown == 1.0
 
 
+def test_a_kernel_that_costs_nothing_is_no_measure() -> None:
+    """Beside work of no bytes, another is slower by no number."""
+    outcome = pick(Registry([kernel("a", 0.0), kernel("b", 0.0)]))
+    assert isinstance(outcome, Choice) and outcome.slowdown == 1.0
+    free = kernel("b", 0.0, conditions=(capability((99, 0)),))
+    outcome = pick(Registry([kernel("a", 4.0), free]))
+    assert isinstance(outcome, Choice) and outcome.slowdown is None
+
+
 def test_what_failed_its_cases_here_is_refused_even_when_asked_for() -> None:
     registry = Registry([kernel("a", 1.0), kernel("b", 2.0)])
     outcome = pick(registry, disproven={"gemm/a": ("case 3: error 1e-1",)})
