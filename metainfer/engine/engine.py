@@ -99,7 +99,10 @@ class Engine:
         with self._phase("machine"):
             machine = self._machine or open_machine(self.intent.platform)
         with self._phase("plan"):
-            # Before the long imports: what the plan refuses is refused within a second.
+            # Before the long imports: what the plan refuses is refused within a second. What runs
+            # nowhere is not first told to find more memory.
+            if (lacking := model.facts.refusal()) is not None:
+                raise lacking
             first = machine.resolve(model, self.intent)
             if (refusal := first.refusal()) is not None:
                 raise refusal

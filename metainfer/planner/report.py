@@ -18,7 +18,8 @@ from metainfer.planner.search import Candidate
 def plan_document(resolved: Resolved) -> dict[str, Any]:
     """``{"plan", "ledger", "capacity", "layouts", "decisions"}``; see the contracts."""
     plan = resolved.plan
-    chosen, planned = resolved.chosen, resolved.planned_only()
+    chosen, lacking = resolved.chosen, resolved.lacking
+    planned = lacking.reasons if lacking else ()
     return {
         "plan": plan.to_json(),
         "ledger": [to_plain(row) for row in plan.ledger],

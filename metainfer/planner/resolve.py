@@ -50,13 +50,24 @@ class ModelFacts:
     draft: drafts.DraftModule | None = None
     missing: tuple[str, ...] = ()
 
+    def refusal(self) -> RefusedError | None:
+        """Why this release runs the model on no machine; None where it may."""
+        if not self.missing:
+            return None
+        return RefusedError(
+            f"{self.arch.family} models are planned only: this release cannot run them.",
+            "Look at it with plan; docs/models.md lists what is served.",
+            reasons=tuple(Reason("not-built", f"there is not yet: {a}") for a in self.missing),
+            code=PLANNED_ONLY,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """The plan and what it was made from, for the executor, the scheduler and `doctor`.
 
     `layouts`: every layout that was judged, the plan's among them. `device_bytes`: one card's
-    memory, where it is known. `missing`: what this release lacks to run the model's family.
+    memory, where it is known. `lacking`: why this release runs the model nowhere.
     """
 
     plan: Plan
@@ -66,7 +77,7 @@ class Resolved:
     sizes: CacheSizes
     layouts: tuple[Candidate, ...] = ()
     device_bytes: int | None = None
-    missing: tuple[str, ...] = ()
+    lacking: RefusedError | None = None
 
     @property
     def chosen(self) -> Candidate:
@@ -74,20 +85,9 @@ class Resolved:
         (found,) = [each for each in self.layouts if each.layout == self.plan.layouts[0]]
         return found
 
-    def planned_only(self) -> tuple[Reason, ...]:
-        """What keeps the model's family from running, whatever the layout."""
-        return tuple(Reason("not-built", f"there is not yet: {each}") for each in self.missing)
-
     def refusal(self) -> RefusedError | None:
         """Why this plan cannot be started by this release; None when it can."""
-        if self.missing:
-            return RefusedError(
-                f"{self.plan.model.family} models are planned only: this release cannot run them.",
-                "Look at it with plan; docs/models.md lists what is served.",
-                reasons=self.planned_only(),
-                code=PLANNED_ONLY,
-            )
-        return unbuilt(self.plan.layouts[0], self.layouts)
+        return self.lacking or unbuilt(self.plan.layouts[0], self.layouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +452,7 @@ def resolve(
         sizes=held.cache.sizes,
         layouts=found.candidates,
         device_bytes=facts.device.memory_bytes,
-        missing=model.missing,
+        lacking=model.refusal(),
     )
 
 

@@ -14,6 +14,7 @@ from metainfer.core.errors import ModelError, RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.plan import LayoutPlan
 from metainfer.engine.elsewhere import describe
+from metainfer.engine.engine import Engine
 from metainfer.formats.completeness import CheckpointError
 from metainfer.models.arch import Cut, WeightSpec
 from metainfer.models.dsa import cost
@@ -239,6 +240,14 @@ def test_it_is_planned_and_priced_and_refused_by_name() -> None:
     assert rows[0]["decode_tok_s"] > 0
     assert not any(row["built"] for row in rows)
     assert all(any(r["code"] == "not-built" for r in row["reasons"]) for row in rows)
+
+
+def test_what_runs_nowhere_is_not_told_to_find_more_memory() -> None:
+    """Before any plan: neither this machine's memory nor a context is the obstacle."""
+    engine = Engine(Intent(model="random:glm-5.3-nvfp4", platform="cpu"))
+    with pytest.raises(RefusedError, match="planned only") as caught:
+        engine.start()
+    assert caught.value.code == "planned_only" and len(caught.value.reasons) == 4
 
 
 def test_b20_a_bf16_cache_on_every_card_holds_what_was_published(tmp_path: Path) -> None:
