@@ -72,6 +72,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.out is not None and (given.out.is_dir() or not given.out.parent.is_dir()):
+        parser.error(f"{given.out} is no file that can be written")
     document = measure(given.model, given.repeats)
     if given.out is not None:
         given.out.write_text(json.dumps(document, indent=1))
