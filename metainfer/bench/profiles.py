@@ -14,6 +14,7 @@ from typing import Any
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.plan import Plan
+from metainfer.planner.layouts import talks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ def climbable(rungs: Iterable[Rung], plan: Plan) -> list[Rung]:
     """
     used = {choice.impl.partition("/")[0]: choice.impl.partition("/")[2]
             for choice in plan.ops.values()}  # fmt: skip
-    several = any(layout.ranks > 1 for layout in plan.layouts)
+    several = any(talks(layout) for layout in plan.layouts)
     found = []
     for rung in rungs:
         layouts = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from metainfer.comm.plan import AUTO
 from metainfer.core.errors import UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import DecisionLedger, Origin
@@ -55,15 +56,29 @@ def on_one_card(intent: Intent, facts: Facts, experts: int) -> Facts:
 def record_collectives(
     ledger: DecisionLedger, intent: Intent, kind: str, layout: LayoutPlan
 ) -> None:
-    """Write down by which path the ranks of a layout on devices of `kind` meet."""
+    """Write down by which path the ranks of a layout on devices of `kind` meet.
+
+    Raises:
+        UsageError: a way between cards is asked for, and nothing goes between cards.
+    """
+    asked = intent.collectives if intent.collectives != AUTO else None
+    if asked is not None and (kind == CPU or not talks(layout)):
+        raise UsageError(
+            f"--collectives {asked} carries messages between cards, and layout {layout.name} on "
+            f"{kind} has none.",
+            "Leave it out, or add --parallel with a layout over cards, like --parallel tp2.",
+        )
+    if layout.ranks == 1:
+        return
     if not talks(layout):
         path, why = "none", "replicas share nothing"
     elif kind == CPU:
         path = "shm_cpu"
         why = "processes of this host meet in its memory; sums are exact, in rank order"
     else:
-        path = intent.collectives or "auto"
+        path = asked or AUTO
         why = "a rank a card; per message the cheapest that every rank could open and prove"
         if intent.one_card:
             why += "; all ranks on one card, by time slices"
-    ledger.record("collectives", path, Origin.DERIVED, why)
+    origin = Origin.DERIVED if asked is None else intent.origin("collectives")
+    ledger.record("collectives", path, origin, why)

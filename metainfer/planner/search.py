@@ -1,9 +1,9 @@
 """Which layout: every one judged, the best for the goal named, and why the others lost.
 
-On a CPU ranks are processes of the host, taken when a layout is asked for. Of several cards one is
-run: while it holds the model it is what serves, whatever a layout over several would give; that one
-is named beside it. Where one card does not, the best layout for the goal is planned, and starting
-it is refused.
+Several ranks run where their layout is asked for: processes of the host on a CPU, else a card each.
+Unasked, one of several cards is run: while it holds the model it is what serves, whatever a layout
+over several would give; that one is named beside it. Where one card does not, the best layout for
+the goal is planned, and starting it is refused.
 """
 
 from __future__ import annotations
@@ -137,9 +137,12 @@ def _unknown(asked: str, devices: int, cards: Cards) -> UsageError:
     """No layout has that name here; says which names there are."""
     on_cpu, experts = cards.facts.device.kind == CPU, cards.arch.routed_experts
     if cards.emulated is not None:
-        names = [e.name for e in enumerate_layouts(devices, experts) if emulates(e, devices)]
+        every = enumerate_layouts(devices, experts)
+        names, there = [e.name for e in every if emulates(e, devices)], named(asked, every)
+        apart = there is not None and there.ranks == devices
+        lone = "deals rows or pages to peers that would not be there"
         raise UsageError(
-            f"layout {asked!r} is none of {devices} ranks.",
+            f"layout {asked!r} {lone if apart else f'is none of {devices} ranks'}.",
             f"There is: {', '.join(names)}.",
             code="unknown_parallel",
         )
@@ -445,7 +448,7 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
         domains, whose = 1, f"that of one rank; {name} has {domains}"
         record_emulation(ledger, cards.emulated, cards.intent.origin("rank_of"))
     ledger.record("kv_domains", domains, Origin.DERIVED, whose)
-    if cards.emulated is None and chosen.built and chosen.layout.ranks > 1:
+    if cards.emulated is None and chosen.built:
         record_collectives(ledger, cards.intent, cards.facts.device.kind, chosen.layout)
     if devices > 1:
         others = tuple(

@@ -16,6 +16,7 @@ from metainfer.bench.profiles import DAY_0, Rung, climbable, holding
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
+from metainfer.core.plan import LayoutPlan
 from metainfer.ops.catalog import builtin_registry
 
 SHORT = LadderOptions(
@@ -128,6 +129,9 @@ def test_a_rung_that_the_plan_takes_of_its_own_accord_is_absent() -> None:
     ):
         (cut,) = climbable([rung], plan)
         assert cut.absent and not cut.ops and not cut.settings
+    several = LayoutPlan(name="2x", data=2), LayoutPlan(name="tp2", tensor=2)
+    cuts = [climbable([rung], replace(plan, layouts=(each,)))[0] for each in several]
+    assert [bool(cut.settings) for cut in cuts] == [False, True]  # replicas send nothing
 
 
 def test_a_kind_of_device_without_a_profile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

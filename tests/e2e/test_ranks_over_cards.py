@@ -13,6 +13,7 @@ from metainfer.comm.host_ranks import HostRanks
 from metainfer.comm.peers import Place
 from metainfer.core.errors import UsageError
 from metainfer.core.intent import Intent
+from metainfer.core.ledger import Origin
 from metainfer.engine import rank
 from metainfer.engine.elsewhere import describe
 from metainfer.planner.layouts import NOT_BUILT
@@ -40,6 +41,24 @@ def test_a_layout_over_cards_runs_when_it_is_asked_for() -> None:
     assert [each.layout.name for each in asked.layouts if each.built] == ["single", "tp2"]
     alone = planned()
     assert alone.plan.layouts[0].name == "single" and NOT_BUILT in why(alone, "layouts")[1]
+
+
+def test_a_way_between_cards_is_an_error_where_nothing_goes_between_cards() -> None:
+    (asked,) = [
+        each
+        for each in planned(parallel="tp2", collectives="host").plan.decisions
+        if each.key == "collectives"
+    ]
+    assert asked.origin is Origin.FLAG
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("2x-h200-nop2p", {}),
+        ("2x-h200-nop2p", {"parallel": "2x"}),
+        ("cpu", {"parallel": "tp2", "kv_bytes": 1 << 24}),
+    )
+    for machine, wish in cases:
+        with pytest.raises(UsageError, match="--collectives nccl carries messages between cards"):
+            planned(machine, collectives="nccl", **wish)
+        planned(machine, collectives="auto", **wish)
 
 
 def test_all_ranks_on_one_card_share_its_memory() -> None:

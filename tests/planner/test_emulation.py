@@ -58,6 +58,9 @@ def test_only_layouts_of_so_many_ranks_are_judged(
     with pytest.raises(UsageError, match="'tp2' is none of 4 ranks") as caught:
         planned(machine, models, parallel="tp2")
     assert "ep4" in caught.value.remedy and "single" not in caught.value.remedy
+    for name in ("cp4/tp4", "tp4cs4"):  # of four ranks they are, alone they are not
+        with pytest.raises(UsageError, match=f"'{name}' deals rows or pages to peers"):
+            planned(machine, models, parallel=name)
 
 
 def test_a_plan_of_its_own_never_one_that_answers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from metainfer.engine.machine import Machine
 from metainfer.engine.protocol import EngineInfo
 from metainfer.planner.opening import open_model
 from metainfer.server.metrics_facts import facts
+from metainfer.verifier.checks import repeat
+from metainfer.verifier.rows import NOT_APPLICABLE
 from metainfer.verifier.run import verify
 
 MODEL = "random:tiny-mistral"
@@ -24,6 +27,14 @@ MODEL = "random:tiny-mistral"
 def plan_of(machine: Machine, **wish: Any) -> Any:
     intent = Intent(model=MODEL, **{"threads": 1, "context": 160, "concurrency": 8, **wish})
     return machine.resolve(open_model(MODEL), intent).plan
+
+
+def test_captured_steps_of_ranks_are_not_compared_with_themselves() -> None:
+    """Nobody tells ranks in other processes to run op by op: a pass would say nothing."""
+    ranks: Any = SimpleNamespace(graph_buckets=(1, 2), layouts=(SimpleNamespace(ranks=2),))
+    subject: Any = SimpleNamespace(plan=ranks)
+    (row,) = repeat.graphs(subject)
+    assert row.verdict == NOT_APPLICABLE and "op by op" in row.detail
 
 
 @pytest.fixture

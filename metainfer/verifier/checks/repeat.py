@@ -59,6 +59,10 @@ def graphs(subject: Subject) -> Iterator[Row]:
     if not buckets:
         yield skipped(GRAPHS, "captured against eager", "the plan captures no steps")
         return
+    if subject.plan.layouts[0].ranks > 1:
+        why = "ranks in other processes cannot be told to run op by op"
+        yield skipped(GRAPHS, "captured against eager", why)
+        return
     subject.say("  captured against eager ...")
     text = texts(subject)[0]
     captured = score(subject.main, text).logits
