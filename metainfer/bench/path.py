@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from metainfer.bench.client import Server
 from metainfer.bench.serve import send
+from metainfer.core.errors import UserError
 from metainfer.core.step import Phase
 from metainfer.planner.calibration import Calibration
 from metainfer.planner.steps import StepCost
@@ -42,7 +43,7 @@ async def measure(
         running: sequences that it decodes at once.
 
     Raises:
-        UserError: the server does not answer as it should.
+        UserError: the server does not answer as it should, or not every request.
     """
     models = json.loads(await server.get("/v1/models"))
     model, vocab = models["data"][0]["id"], cost.work.vocab
@@ -51,23 +52,34 @@ async def measure(
     many = f"closed:concurrency={several},requests={several},prompt={PROMPT},output={ANSWER}"
     firsts, gaps = [], []
     for turn in range(3):
-        served = await send(server, model, draw(lone, vocab, seed + turn))
-        firsts += [each.times[0] - each.arrived_s for each in served if each.times]
-        served = await send(server, model, draw(many, vocab, seed + 100 + turn))
-        gaps += _gaps(served)
+        served = _answered(await send(server, model, draw(lone, vocab, seed + turn)))
+        firsts += [each.times[0] - each.arrived_s for each in served]
+        gaps += _gaps(_answered(await send(server, model, draw(many, vocab, seed + 100 + turn))))
     chunk = price(Phase.CHUNK, cost.runs([(0, PROMPT)], scored=1))
     reach = PROMPT + ANSWER // 2
     step = price(Phase.DECODE, cost.runs([(reach, 1)] * several, scored=several))
     return Path(
-        max(0.0, statistics.median(firsts) - chunk) if firsts else 0.0,
+        max(0.0, statistics.median(firsts) - chunk),
         max(0.0, statistics.median(gaps) - step) / several if gaps else 0.0,
     )
 
 
+def _answered(served: list[Served]) -> list[Served]:
+    """All of them, or the first cause: what failed must not count as nothing added."""
+    failed = next((each for each in served if each.error or not each.times), None)
+    if failed is not None:
+        raise UserError(
+            f"the server under measurement did not answer: {failed.error or 'no token came'}.",
+            f"It needs a context of {PROMPT + ANSWER} tokens; see its lines above.",
+            code="bad_answer",
+        )
+    return served
+
+
 def _gaps(served: list[Served]) -> list[float]:
     """Between tokens while every answer is under way."""
-    begin = max((each.times[0] for each in served if each.times), default=0.0)
-    end = min((each.times[-1] for each in served if each.times), default=0.0)
+    begin = max(each.times[0] for each in served)
+    end = min(each.times[-1] for each in served)
     return [
         after - before
         for each in served

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from metainfer.core.digest import canonical_json
+from metainfer.core.errors import UserError
 from metainfer.core.records import Fingerprint, Record, RecordStore
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Impl, OpRequest, Setting
@@ -124,7 +125,11 @@ class Tunings:
 
 
 def read(store: RecordStore, own: Fingerprint, sources: Mapping[str, str]) -> Tunings:
-    """The records of this class of cards, and of others with the same kind and capability."""
+    """The records of this class of cards, and of others with the same kind and capability.
+
+    Raises:
+        UserError: a file of them holds something else.
+    """
     others = []
     for other in store.other_machines(KIND):
         same = all(other.facts.get(key) == own.facts.get(key) for key in ("kind", "capability"))
@@ -149,7 +154,14 @@ def record(entry: Entry, conditions: Mapping[str, object]) -> Record:
 
 def _entries(store: RecordStore, card: Fingerprint) -> list[Entry]:
     found: list[Any] = [kept.payload for kept in store.all(KIND)]
-    return [Entry(**payload, card=card.facts) for payload in found]
+    try:
+        return [Entry(**payload, card=card.facts) for payload in found]
+    except TypeError as error:
+        raise UserError(
+            f"record file {store.path(KIND)} has an entry that cannot be read: {error}.",
+            "Delete it, then: metainfer tune kernels MODEL.",
+            code="bad_record",
+        ) from error
 
 
 def _nearest(

@@ -29,6 +29,7 @@ from metainfer.planner.least_squares import not_negative
 
 KIND = "steps"
 """Of the records that hold a `Calibration`."""
+AGAIN = "Delete records/steps in the cache folder, then: metainfer bench calibrate MODEL."
 
 LEAST_BAND = 0.10
 """Half width of a calibrated band at least (seed): another hour of the same machine."""
@@ -168,13 +169,11 @@ def calibration_from(payload: Any) -> Calibration:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"a calibration of step times cannot be read: {error!r}.",
-            "Take it again: metainfer bench calibrate MODEL.",
+            AGAIN,
             code="bad_record",
         ) from error
     if not found.phases:
-        raise UserError(
-            "a calibration of step times is empty.", "Take it again.", code="bad_record"
-        )
+        raise UserError("a calibration of step times is empty.", AGAIN, code="bad_record")
     return found
 
 

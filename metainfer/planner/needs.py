@@ -22,6 +22,7 @@ from metainfer.planner.least_squares import not_negative
 
 KIND = "capacity"
 """Of the records that hold a `Needs`."""
+AGAIN = "Delete records/capacity in the cache folder, then: metainfer tune capacity MODEL."
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,11 @@ def needs_from(payload: Any) -> Needs:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"a record of capacity cannot be read: {error!r}.",
-            "Take it again: metainfer tune capacity MODEL.",
+            AGAIN,
             code="bad_record",
         ) from error
     if not found.peaks:
-        raise UserError("a record of capacity is empty.", "Take it again.", code="bad_record")
+        raise UserError("a record of capacity is empty.", AGAIN, code="bad_record")
     return found
 
 

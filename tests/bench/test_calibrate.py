@@ -13,6 +13,7 @@ import pytest
 from metainfer.bench import path
 from metainfer.bench.calibrate import CalibrateOptions, Load, _loads, run
 from metainfer.bench.client import Server
+from metainfer.core.errors import UserError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.step import Phase
@@ -102,6 +103,24 @@ def test_what_a_server_adds_is_what_steps_do_not_explain(monkeypatch: pytest.Mon
 
     found = asyncio.run(path.measure(Server("nowhere", 0), slow, cost, 4, 1))  # type: ignore[arg-type]
     assert found == path.Path(0.0, 0.0)
+
+
+@pytest.mark.parametrize("each", [Served(0.0, 32, error="full"), Served(0.0, 32)])
+def test_a_request_that_fails_is_not_a_server_that_adds_nothing(
+    each: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def sent(server: Server, model: str, load: Workload) -> list[Served]:
+        return [Served(0.0, 32, [0.05], [1]), each]
+
+    async def models(self: Server, where: str) -> str:
+        return '{"data": [{"id": "m"}]}'
+
+    monkeypatch.setattr(path, "send", sent)
+    monkeypatch.setattr(Server, "get", models)
+    cost = planned().chosen.cost
+    assert cost is not None
+    with pytest.raises(UserError, match=r"did not answer: (full|no token came)"):
+        asyncio.run(path.measure(Server("nowhere", 0), lambda *_: 0.0, cost, 4, 1))  # type: ignore[arg-type]
 
 
 def test_a_dry_run_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from metainfer.bench.kernels import KernelOptions, Tried, run
-from metainfer.core.errors import UsageError
+from metainfer.core.errors import UsageError, UserError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
-from metainfer.core.records import RecordStore
+from metainfer.core.records import Record, RecordStore
 from metainfer.core.step import Phase
 from metainfer.engine.machine import Machine, open_machine
 from metainfer.kernels import tuning
@@ -163,6 +163,16 @@ def test_b07_hit_borrowed_or_default(d: int) -> None:
     assert Tunings([], [], {}).find(NORM, asked(1), 8) is None
     stale = Tunings([entry(1, 1, source="old")], [], {"rmsnorm/c": "s"})
     assert stale.find(NORM, asked(1), 8) is None
+
+
+def test_a_record_that_is_none_is_named_with_its_file(tmp_path: Path) -> None:
+    own = card_class(target_facts("sm_120", {}))
+    store = RecordStore(tmp_path, own)
+    store.put(Record(tuning.KIND, "k", {"impl": "rmsnorm/c"}, {}))
+    with pytest.raises(UserError, match="missing 6 required") as caught:
+        tuning.read(store, own, {})
+    assert str(store.path(tuning.KIND)) in caught.value.cause
+    assert "Delete it" in caught.value.remedy
 
 
 def test_b07_another_phase_is_borrowed_after_the_same_one() -> None:
