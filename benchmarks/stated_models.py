@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from metainfer.core.plan import LayoutPlan
 from metainfer.kv.book.spec import CacheSpec
+from metainfer.planner.layouts import Fetch
 from metainfer.planner.work import RankWork
 
 M = 1e6
@@ -87,7 +88,7 @@ def glm(tensor: int, shards: int = 1) -> RankWork:
         token_bytes=GLM_CACHE["glm"],
         paged_layers=78,
         choosing_layers=21,
-        fetches=int(shards > 1),
+        fetches=Fetch.GATHERED if shards > 1 else None,
     )
 
 

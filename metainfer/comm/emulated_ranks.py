@@ -89,7 +89,7 @@ def traffic(plan: CommPlan) -> tuple[int, int]:
     if request.op is Op.ALL_GATHER:
         return (part if through_host else (n - 1) * part), rest
     if request.op is Op.BROADCAST:
-        return size, 0
+        return (size if through_host else (n - 1) * size), 0
     return rest, rest
 
 

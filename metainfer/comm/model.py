@@ -15,6 +15,8 @@ copy_island         12 + 6 a copy + the slower of the island's terms + the other
 host one_shot       T0 + h_host + (S + (N-1) S) / Bd, Bd = min(B, DRAM / N)
 host two_shot       T0 + 2 h_host + max(S, 2 (N-1)/N S) / Bd, both at most 0.8 duplex
 host copy           36 + as two_shot, at most the duplex rate
+broadcast           T0 + h + max((N-1) S / B, g S / Bx): all of it leaves one port
+host broadcast      T0 + h_host + (S + a slot) / Bd: written once, read while it is written
 nccl                bracket: 6.6 + steps or 8.4 + 5.7 steps, with 2 (N-1)/N S / busbw
 nccl, no peers      15.5 + steps + 2 w or 29 + 5.7 steps + w, w 1.65 times what copy sends
 ==================  ===============================================================
@@ -51,6 +53,7 @@ class Costs:
     host_handshake: float = 3.0
     host_kernel: float = 0.8  # of the duplex rate, kernels that read and write pinned memory
     piece: int = 2 * MIB  # of a pipelined copy
+    slot: int = MIB  # of a broadcast through host memory, read while the next is written
     ll_limit: int = 64 * KIB
 
 
@@ -151,7 +154,7 @@ def host_copy(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
 def direct(
     topology: Topology, size: int, costs: Costs = SEEDS, *, through_host: bool = False
 ) -> float:
-    """All-gather, reduce-scatter, broadcast and all-to-all of `size` bytes in one phase."""
+    """All-gather, reduce-scatter and all-to-all of `size` bytes in one phase."""
     n = topology.world
     moved = (n - 1) / n * size
     if through_host:
@@ -159,6 +162,19 @@ def direct(
         return costs.floor + costs.host_handshake + (size / n + moved) / rate * 1e6
     port = moved / (topology.link_bytes_s * eta(n - 1)) * 1e6
     wire = max(port, _crossing(topology, _halves(topology) * size / 2))
+    return costs.floor + handshake(topology, costs) + wire
+
+
+def broadcast(
+    topology: Topology, size: int, costs: Costs = SEEDS, *, through_host: bool = False
+) -> float:
+    """`size` bytes of one rank to all others: to each by itself, or once for all."""
+    n = topology.world
+    if through_host:
+        rate = min(topology.host_bytes_s, topology.dram_bytes_s / n)
+        return costs.floor + costs.host_handshake + (size + min(size, costs.slot)) / rate * 1e6
+    port = (n - 1) * size / topology.link_bytes_s * 1e6
+    wire = max(port, _crossing(topology, _halves(topology) * size))
     return costs.floor + handshake(topology, costs) + wire
 
 

@@ -185,4 +185,5 @@ def _estimate(
     if request.op is Op.ALL_REDUCE:
         formulas = model.PEER if backend == "ipc" else model.HOST
         return formulas[algorithm](tree, request.bytes, costs)
-    return model.direct(tree, request.bytes, costs, through_host=backend == "host")
+    formula = model.broadcast if request.op is Op.BROADCAST else model.direct
+    return formula(tree, request.bytes, costs, through_host=backend == "host")

@@ -7,7 +7,8 @@ after the other:
 * expert ranks E beyond the domain: each token goes to E (1 - (1 - 1/E)^k) ranks, D + D / 128 bytes
   there and 2 D bytes back; a domain's ranks send a part each and gather the sum;
 * ranks that share the rows of a chunk: the entries that it adds are gathered, with the windows and
-  states at the parts' edges, and what of the cache before it a rank lacks (`RankWork.fetches`);
+  states at the parts' edges; what of the cache before it a rank lacks is gathered too, or lent by
+  its keepers in broadcasts (`RankWork.fetches`);
 * ranks that each hold a part of the cache: queries are gathered, partial outputs merged (their
   log-sums, 1 in 256 of them, are left out), chosen positions gathered where keys choose.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from metainfer.comm import model as links
 from metainfer.comm.topology import Topology
+from metainfer.planner.layouts import Fetch
 from metainfer.planner.work import RankWork
 
 CHOSEN_BYTES = 4096
@@ -76,21 +78,18 @@ class Exchange:
 
     def _rows(self, sent: Sent) -> float:
         """Entries of a chunk to all that share it, and those before it to ranks without them."""
-        work, layout = self._work, self._work.layout
-        if not sent.new or not work.paged_layers:
+        work, layout, layers = self._work, self._work.layout, self._work.paged_layers
+        if not sent.new or not layers:
             return 0.0
         micros = 0.0
         if layout.prefill > 1:
             gathered = sent.new * work.token_bytes + layout.prefill * work.edge_bytes
-            micros += self._by_layer(layout.prefill, gathered)
+            micros += layers * self._direct(layout.prefill, gathered / layers)
         if work.fetches and sent.before:
-            ranks = max(layout.prefill, layout.shards)
-            micros += work.fetches * self._by_layer(ranks, sent.before * work.token_bytes)
+            ranks, lent = max(layout.prefill, layout.shards), work.fetches is Fetch.LENT
+            price = self._broadcast if lent else self._direct
+            micros += layers * price(ranks, sent.before * work.token_bytes / layers)
         return micros
-
-    def _by_layer(self, ranks: int, size: float) -> float:
-        layers = self._work.paged_layers
-        return layers * self._direct(ranks, size / layers)
 
     def _shards(self, sent: Sent) -> float:
         """Decoding tokens against a cache in parts.
@@ -119,6 +118,12 @@ class Exchange:
     def _direct(self, ranks: int, size: float) -> float:
         tree = self._group(ranks)
         return links.direct(tree, int(size), through_host=not tree.peer)
+
+    def _broadcast(self, ranks: int, size: float) -> float:
+        """By the way that is cheaper; host memory is always open."""
+        tree = self._group(ranks)
+        ways = (True, False) if tree.peer else (True,)
+        return min(links.broadcast(tree, int(size), through_host=way) for way in ways)
 
     def _group(self, ranks: int) -> Topology:
         return self._tree.group(ranks, self._work.layout.ranks)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from enum import StrEnum
 
 from metainfer.core.plan import DraftPlan, LayoutPlan
 from metainfer.core.step import Phase
@@ -130,12 +131,18 @@ def talks(layout: LayoutPlan) -> bool:
     return max(layout.tensor, layout.expert, layout.prefill) > 1
 
 
-def fetches(layout: LayoutPlan) -> int:
-    """How often a chunk moves the cache before it between ranks: 0 where each has it, 1 where it is
-    dealt over them, 2 where one of them has it (dealt out, then gathered)."""
+class Fetch(StrEnum):
+    """How ranks get what is cached before a chunk and lies elsewhere."""
+
+    GATHERED = "gathered"  # each has a part of it
+    LENT = "lent"  # whoever keeps a part of it sends it to all
+
+
+def fetches(layout: LayoutPlan) -> Fetch | None:
+    """How a chunk gets the cache before it; None where each rank has what it needs."""
     if layout.shards > 1:
-        return 1
-    return 2 if layout.prefill > 1 and layout.data > 1 else 0
+        return Fetch.GATHERED
+    return Fetch.LENT if layout.prefill > 1 and layout.data > 1 else None
 
 
 # -- what runs -------------------------------------------------------------------------------------
@@ -169,11 +176,6 @@ def runs(layout: LayoutPlan, kind: str, draft: DraftPlan, *, asked: bool = False
             require(not (layout.prefill > 1 and drafts), "draft", spread),
         ]
     )
-
-
-def replicas(layout: LayoutPlan) -> int:
-    """Groups of ranks that share no weight."""
-    return layout.ranks // max(layout.tensor, layout.expert, layout.prefill, layout.context)
 
 
 def _layout(ranks: int, tensor: int, expert: int, shards: int) -> LayoutPlan:

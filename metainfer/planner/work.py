@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from metainfer.core.plan import LayoutPlan
 from metainfer.kv.book.spec import CacheSpec, GroupKind
 from metainfer.models.arch import Costs
-from metainfer.planner.layouts import fetches, of_decodes, of_prompts
+from metainfer.planner.layouts import Fetch, fetches, of_decodes, of_prompts
 from metainfer.planner.ranks import Held
 from metainfer.planner.weights import DTYPE_BYTES, EMBED, EXPERTS, Census
 
@@ -28,8 +28,8 @@ class RankWork:
 
     `token_bytes`: what a token adds to paged caches over all layers; `edge_bytes`: windows and
     states that a part of a chunk needs of the part before it. `paged_layers`, `choosing_layers`:
-    those with paged caches, and with index keys. `fetches`: how often a chunk moves what is cached
-    before it (`layouts.fetches`).
+    those with paged caches, and with index keys. `fetches`: how what is cached before a chunk
+    comes to ranks that lack it.
     """
 
     layout: LayoutPlan
@@ -48,7 +48,7 @@ class RankWork:
     edge_bytes: float = 0.0
     paged_layers: int = 0
     choosing_layers: int = 0
-    fetches: int = 0
+    fetches: Fetch | None = None
 
 
 def rank_work(
@@ -89,7 +89,8 @@ def rank_work(
         edge_bytes=_edge_bytes(specs),
         paged_layers=len({spec.layer for spec in paged}),
         choosing_layers=len({spec.layer for spec in paged if spec.name == INDEX}),
-        fetches=max(fetches(held.layout), int(held.prompt_specs != held.specs)),
+        # Heads that a rank does not keep are lent by those that do.
+        fetches=fetches(held.layout) or (Fetch.LENT if held.prompt_specs != held.specs else None),
     )
 
 

@@ -45,6 +45,16 @@ def test_peers_use_ipc_and_no_peers_use_host_memory() -> None:
     assert chosen(reduce(32 * MIB, 2), no_peer(2)) == "host:copy"
 
 
+def test_a_broadcast_leaves_one_port_once_for_each_peer_or_once_for_all() -> None:
+    """64 MiB among eight: seven times over a link of 54 GB/s, or once by what host memory gives."""
+    tree, size = one_switch(8), 64 * MIB
+    asked = Request(op=Op.BROADCAST, count=size // 2, dtype="bfloat16", world=8)
+    us = {each.backend: each.us for each in offers(asked, cuda_abilities(tree, GPU), tree)}
+    assert us["ipc"] == pytest.approx(7 * size / tree.link_bytes_s * 1e6, rel=1e-2)
+    assert us["host"] == pytest.approx(65 * MIB / (tree.dram_bytes_s / 8) * 1e6, rel=1e-2)
+    assert us["ipc"] and us["host"] and us["host"] < us["ipc"]
+
+
 def test_copies_are_not_for_graphs_nor_epilogues() -> None:
     assert chosen(reduce(32 * MIB, 2, captured=True), no_peer(2)) == "host:two_shot"
     rows = reduce(32 * MIB, 2, epilogue=Epilogue(hidden=4096))

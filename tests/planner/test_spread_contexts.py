@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metainfer.comm.model import direct
+from metainfer.comm.model import broadcast, direct
 from metainfer.comm.topology import from_facts
 from metainfer.core.errors import UsageError
 from metainfer.core.intent import Intent
@@ -173,7 +173,7 @@ def test_a_chunk_over_eight_ranks_by_hand() -> None:
 
 
 def test_later_chunks_fetch_what_lies_before_them() -> None:
-    """By ranks that lack it: twice the way from one keeper, once from parts, not where it is."""
+    """By ranks that lack it: lent by its keeper, gathered from parts, not where it is."""
     first, later = [(0, 4096)], [(65_536, 4096)]
 
     def more(name: str) -> float:
@@ -182,7 +182,14 @@ def test_later_chunks_fetch_what_lies_before_them() -> None:
 
     assert more("cp8/tp8") == more("tp8") == 0.0
     assert more("cp8/tp8cs8") > 0 and more("tp8cs8") == pytest.approx(more("cp8/tp8cs8"))
-    assert more("cp8/dp8ep8") == pytest.approx(2 * more("cp8/tp8cs8"))
+    pair, tree = cost("cp8/dp8ep8").prompts, from_facts(describe(EIGHT).facts)
+    assert pair is not None and not tree.peer
+    layers = pair.work.paged_layers
+    layer = int(65_536 * pair.work.token_bytes / layers)
+    lent = layers * broadcast(tree, layer, through_host=True)
+    assert more("cp8/dp8ep8") * 1e6 == pytest.approx(lent)
+    gathered = layers * direct(tree, layer, through_host=True)
+    assert more("cp8/tp8cs8") * 1e6 == pytest.approx(gathered)
 
 
 def test_a_dealt_cache_is_read_in_parts_and_merged() -> None:
