@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 from gpu_check import ceilings, decode_seconds, prefill_seconds, prompt_logprobs, row, submit
+from gpu_profile import kernel_shares, show
+from lane import consumer_class
 
 from metainfer.bench.conditions import conditions
 from metainfer.core.intent import Intent
@@ -52,8 +54,12 @@ def main() -> int:
     parser.add_argument("--cold", action="store_true", help="empty caches of compiled kernels")
     parser.add_argument("--skip-agreement", action="store_true")
     parser.add_argument("--skip-speed", action="store_true")
+    parser.add_argument("--skip-profile", action="store_true")
+    parser.add_argument("--consumer-class", action="store_true", help="see lane.py")
     args = parser.parse_args()
     report: dict[str, Any] = {"command": " ".join(sys.argv), "cold": args.cold}
+    if args.consumer_class:
+        consumer_class()
     if args.cold:
         os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -200,19 +206,54 @@ def rows(engine: Engine, args: argparse.Namespace, rate: float) -> Any:
     for batch in batches:
         seconds = decode_seconds(engine, batch, min(1024, args.context // 2), steps=16)
         routed = cost.routed_bytes(arch, batch, each)
-        yield row(f"decode, batch {batch}, context 1024", seconds, (dense + routed) / rate)
-    lengths = (2048, 8192) if args.quick else (2048, 8192, 32768)
+        measured = row(f"decode, batch {batch}, context 1024", seconds, (dense + routed) / rate)
+        yield measured | decode_costs(engine, batch, args)
+    lengths = (2048, 8192) if args.quick else (1024, 2048, 4096, 8192, 16384, 32768)
     for tokens in lengths:
         if tokens + 8 > args.context:
             continue
         seconds = prefill_seconds(engine, tokens, repeats=4)
-        yield row(f"prefill, {tokens} tokens", seconds, 0.0)
+        measured = row(f"prefill, {tokens} tokens", seconds, 0.0)
+        if tokens in (2048, 8192):
+            submit(engine, 1, tokens, 1)
+            measured |= costs(engine, f"prefill {tokens}", args)
+        yield measured
     if not args.quick and args.context > 8200:
         begin = time.perf_counter()
         submit(engine, 8, 8192, 1)
         while engine.has_work:
             engine.step()
         yield row("prefill, 8 x 8192 tokens", [time.perf_counter() - begin], 0.0)
+
+
+def decode_costs(engine: Engine, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Largest kernels of four steps in which `batch` requests decode."""
+    assert engine.resolved is not None
+    mixed = engine.resolved.plan.limits.mixed_prefill_tokens
+    tokens = min(1004, args.context // 2)
+    submit(engine, batch, tokens, 16 + batch * tokens // mixed)
+    fed = 0
+    while fed < batch:
+        outputs, _ = engine.step()
+        fed = sum(len(output.tokens) for output in outputs)
+    found = costs(engine, f"decode {batch}", args, 4)
+    while engine.has_work:
+        engine.step()
+    return found
+
+
+def costs(engine: Engine, title: str, args: argparse.Namespace, steps: int = 0) -> dict[str, Any]:
+    """Kernel shares of the next `steps` steps, or of all work that is left."""
+    if args.platform != "cuda" or args.skip_profile:
+        return {}
+
+    def drain() -> None:
+        while engine.has_work:
+            engine.step()
+
+    found = kernel_shares(engine.step if steps else drain, steps or 1)
+    show(title, found)
+    return {"costs": found}
 
 
 if __name__ == "__main__":
