@@ -6,9 +6,9 @@
 Agreement: the same weights at 4 layers with the kernels that `auto` chooses, and with every op
 pinned to its torch version, both in bf16; how far each is from the torch versions in float32. The
 chosen kernels may be 1.25 times as far as the others. Speed: rows of the peers'
-table (prefill, decode by batch), wall time with the host's work in it. Limits: decode reads every
-dense weight, the experts that uniform routing touches, and the cached entries that a query sees,
-at the copy rate measured here. Captured steps must give the bits of their ops on the same shapes,
+table (prefill, decode by batch), wall time with the host's work in it, and once more under
+Zipf-skewed routing. Bytes, FLOPs and limits as the planner counts them, at rates measured here.
+Captured steps must give the bits of their ops on the same shapes,
 and no kernel may be compiled once the engine is ready: both are judged by a workload of mixed
 lengths. ``--cold`` starts with empty caches of compiled kernels. Writes ``v4_gpu.json``; exit
 status 1 when agreement, equality or readiness fails.
@@ -36,7 +36,6 @@ from metainfer.core.intent import Intent
 from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.engine import Engine
 from metainfer.engine.machine import open_machine
-from metainfer.models.deepseek_v4 import cost
 from metainfer.planner.opening import open_model
 
 BAR = 1.25
@@ -53,6 +52,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer rows")
     parser.add_argument("--cold", action="store_true", help="empty caches of compiled kernels")
     parser.add_argument("--skip-agreement", action="store_true")
+    parser.add_argument("--zipf", action="store_true", help="the rows again, routing skewed")
     parser.add_argument("--skip-speed", action="store_true")
     parser.add_argument("--skip-profile", action="store_true")
     parser.add_argument("--consumer-class", action="store_true", help="see lane.py")
@@ -78,9 +78,15 @@ def main() -> int:
     report["graphs"] = captured_against_eager(engine, args.quick)
     keep()
     report["rows"] = []
-    for measured in rows(engine, args, report["ceilings"]["copy_bytes_s"]):
+    for measured in rows(engine, args, report["ceilings"]):
         report["rows"].append(measured)
         keep()
+    if args.zipf:
+        skew(engine)
+        report["rows_zipf"] = []
+        for measured in rows(engine, args, report["ceilings"]):
+            report["rows_zipf"].append(measured)
+            keep()
     if args.platform == "cuda":
         report["peak_bytes"] = torch.cuda.max_memory_allocated()
     report["compiled_after_ready"] = engine.compiles.count
@@ -195,25 +201,52 @@ def started(args: argparse.Namespace, report: dict[str, Any]) -> Engine:
     return engine
 
 
-def rows(engine: Engine, args: argparse.Namespace, rate: float) -> Any:
+def counted(
+    engine: Engine, runs: list[tuple[int, int]], scored: int, rates: dict[str, float]
+) -> dict[str, float]:
+    """What one step of (start, tokens) runs must move and multiply, and its limit here.
+
+    The limit is the larger of bytes at the copy rate and FLOPs at the bf16 rate; the recipe's FP8
+    products could take half of their part.
+    """
     assert engine.resolved is not None
-    arch: Any = engine.resolved.arch
-    bytes_of = {r.item: r.bytes for r in engine.resolved.plan.ledger if r.kind == "weights"}
-    experts = sum(b for item, b in bytes_of.items() if item.startswith("experts."))
-    dense = sum(bytes_of.values()) - experts - bytes_of["embed"] - bytes_of["rotary tables"]
-    each = experts / arch.layers / arch.experts
+    cost = engine.resolved.chosen.cost
+    assert cost is not None
+    work = cost.runs(runs, scored=scored)
+    flops = work.flops + work.attention
+    memory, compute = work.moved / rates["copy_bytes_s"], flops / rates.get("bf16_flops", 1e12)
+    return {"bytes": work.moved, "flops": flops, "limit_s": max(memory, compute)}
+
+
+def prompt_limit(engine: Engine, tokens: int, rates: dict[str, float]) -> dict[str, float]:
+    """`counted` over the chunks of one prompt."""
+    assert engine.resolved is not None
+    chunk = engine.resolved.plan.limits.step_tokens
+    each = [
+        counted(engine, [(s, min(chunk, tokens - s))], int(s + chunk >= tokens), rates)
+        for s in range(0, tokens, chunk)
+    ]
+    return {key: sum(part[key] for part in each) for key in each[0]}
+
+
+def told(name: str, seconds: list[float], work: dict[str, float]) -> dict[str, Any]:
+    return row(name, seconds, work["limit_s"]) | work
+
+
+def rows(engine: Engine, args: argparse.Namespace, rates: dict[str, float]) -> Any:
     batches = (1, 8) if args.quick else (1, 8, 32, 128)
     for batch in batches:
-        seconds = decode_seconds(engine, batch, min(1024, args.context // 2), steps=16)
-        routed = cost.routed_bytes(arch, batch, each)
-        measured = row(f"decode, batch {batch}, context 1024", seconds, (dense + routed) / rate)
+        context = min(1024, args.context // 2)
+        seconds = decode_seconds(engine, batch, context, steps=16)
+        work = counted(engine, [(context, 1)] * batch, batch, rates)
+        measured = told(f"decode, batch {batch}, context {context}", seconds, work)
         yield measured | decode_costs(engine, batch, args)
     lengths = (2048, 8192) if args.quick else (1024, 2048, 4096, 8192, 16384, 32768)
     for tokens in lengths:
         if tokens + 8 > args.context:
             continue
         seconds = prefill_seconds(engine, tokens, repeats=4)
-        measured = row(f"prefill, {tokens} tokens", seconds, 0.0)
+        measured = told(f"prefill, {tokens} tokens", seconds, prompt_limit(engine, tokens, rates))
         if tokens in (2048, 8192):
             submit(engine, 1, tokens, 1)
             measured |= costs(engine, f"prefill {tokens}", args)
@@ -223,7 +256,9 @@ def rows(engine: Engine, args: argparse.Namespace, rate: float) -> Any:
         submit(engine, 8, 8192, 1)
         while engine.has_work:
             engine.step()
-        yield row("prefill, 8 x 8192 tokens", [time.perf_counter() - begin], 0.0)
+        work = prompt_limit(engine, 8192, rates)
+        whole = {key: 8 * value for key, value in work.items()}
+        yield told("prefill, 8 x 8192 tokens", [time.perf_counter() - begin], whole)
 
 
 def decode_costs(engine: Engine, batch: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -240,6 +275,25 @@ def decode_costs(engine: Engine, batch: int, args: argparse.Namespace) -> dict[s
     while engine.has_work:
         engine.step()
     return found
+
+
+def skew(engine: Engine) -> None:
+    """Experts of each layer are chosen by Zipf's law (exponent 1), in an order of its own.
+
+    Hash layers get tables drawn by the law. Where scores choose, logarithms of the law are their
+    bias, weighed as the spread of random scores is to that of Gumbel noise (0.38 to 1.28).
+    """
+    executor: Any = engine._executor
+    generator = torch.Generator().manual_seed(9)
+    for layer in executor._parts.model.layers:
+        experts = layer.gate.shape[0]
+        law = 1.0 / (1.0 + torch.randperm(experts, generator=generator))
+        if layer.by_token is not None:
+            words, chosen = layer.by_token.shape
+            drawn = torch.multinomial(law.expand(words, -1), chosen, generator=generator)
+            layer.by_token.copy_(drawn)
+        else:
+            layer.bias.copy_(0.3 * law.log())
 
 
 def costs(engine: Engine, title: str, args: argparse.Namespace, steps: int = 0) -> dict[str, Any]:
