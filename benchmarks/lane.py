@@ -36,6 +36,7 @@ def consumer_class() -> None:
 
     import torch
 
+    from metainfer.engine import machine
     from metainfer.platform.capability import instructions
     from metainfer.platform.cuda import CudaPlatform
     from metainfer.platform.machine_catalog import find_machine
@@ -67,4 +68,5 @@ def consumer_class() -> None:
         )
         return replace(real, devices=seen)
 
+    machine.MOST_LANES = 1  # a child process would see the card as it is
     CudaPlatform.facts = facts  # type: ignore[method-assign]

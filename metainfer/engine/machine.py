@@ -7,7 +7,7 @@ the outcome is a record of the machine's fingerprint, so the second start asks n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -18,6 +18,7 @@ from metainfer.core.errors import UserError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Loser, Origin
 from metainfer.core.records import Record, RecordStore
+from metainfer.engine.proving import CHILD, TIME_LIMIT_S, Tried, try_apart
 from metainfer.kernels import tuning
 from metainfer.kernels.evidence import Qualification, evidence_for
 from metainfer.kernels.impl import Evidence, Impl, Layout, OpRequest
@@ -33,7 +34,7 @@ from metainfer.planner.opening import OpenedModel
 from metainfer.planner.resolve import Resolved, resolve
 from metainfer.platform.base import Platform
 from metainfer.platform.discovery import AUTO, select_platform
-from metainfer.platform.facts import Facts
+from metainfer.platform.facts import CPU, Facts
 from metainfer.platform.fingerprint import fingerprint
 from metainfer.platform.host_speed import host_speed, with_host_speed
 from metainfer.platform.known_cards import with_card_rates
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     import torch
 
 QUALIFICATION = "qualification"
+MOST_LANES = 8
+"""Child processes that prove kernels at once: each holds a context of about half a gigabyte."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,7 +134,12 @@ class Machine:
             untried = [impl for impl in chosen.values() if impl.id not in self.qualified]
             if not untried:
                 return resolved
-            self.prove(untried, resolved.plan.model.dtype, on_case)
+            dtype, lanes = resolved.plan.model.dtype, self._lanes(len(untried))
+            if lanes == 1:
+                self.prove(untried, dtype, on_case)
+                continue
+            for tried in self.prove_apart(untried, dtype, lanes=lanes):
+                on_case(tried.impl)
 
     def prove(
         self,
@@ -146,6 +154,35 @@ class Machine:
             on_case(impl.id)
             (found,) = qualify_all([impl], dtype, self.torch_device(), self.facts, self.registry)
             self.keep(impl, dtype, found)
+
+    def prove_apart(
+        self,
+        impls: Sequence[Impl],
+        dtype: str,
+        *,
+        lanes: int = 1,
+        time_limit_s: float = TIME_LIMIT_S,
+        child: str = CHILD,
+    ) -> Iterator[Tried]:
+        """As `prove`, in `lanes` child processes at once (`proving.try_apart`): one that dies or
+        hangs is an outcome too."""
+        listed = {impl.id: impl for impl in impls}
+        for tried in try_apart(
+            list(listed),
+            self.platform.name,
+            dtype,
+            time_limit_s=time_limit_s,
+            lanes=lanes,
+            child=child,
+        ):
+            self.keep(listed[tried.impl], dtype, tried.qualification)
+            yield tried
+
+    def _lanes(self, kernels: int) -> int:
+        """Child processes for so many kernels. A host's kernels use its cores themselves, and one
+        that is alone is not worth a process."""
+        cores = self.facts.host.usable_cores or 1
+        return 1 if self.facts.device.kind == CPU else max(1, min(kernels, cores // 2, MOST_LANES))
 
     def keep(self, impl: Impl, dtype: str, found: Qualification) -> None:
         """An outcome counts from now on, and is a record."""

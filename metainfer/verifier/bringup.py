@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import selectors
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +24,8 @@ from metainfer.core.errors import UserError
 from metainfer.core.intent import Intent
 from metainfer.core.step import Phase
 from metainfer.engine.machine import Machine, open_machine
-from metainfer.kernels.evidence import Qualification, evidence_for
+from metainfer.engine.proving import CHILD
+from metainfer.kernels.evidence import evidence_for
 from metainfer.kernels.impl import Context, Evidence, Impl, OpRequest
 from metainfer.kernels.select import objections
 from metainfer.ops.case import Case
@@ -35,13 +33,9 @@ from metainfer.ops.catalog import op_cases
 from metainfer.platform.facts import CPU
 from metainfer.platform.software import versions
 from metainfer.verifier.subject import Say
-from metainfer.workers.process import Child, spawn_python
 
-CHILD = "metainfer.verifier.bringup_child"
 WHOLE = ("device", "capability", "software")
 """Reasons that hold for every shape."""
-START_S = 120.0
-"""Until a child has imported what it needs."""
 
 #: What is told of a card. Not its serial number, its place or what is free on it.
 CARD = (
@@ -88,12 +82,12 @@ def bring_up(
         else:
             untried.append(impl)
     say(f"{len(untried)} kernels to try in {dtype} on {device.name}")
-    tried = _try_all(untried, machine, dtype, say, time_limit_s, child)
     levels = {impl.id: before.get(impl.id, Evidence.NONE).value for impl in untried}
-    rows += [
-        Outcome(o.impl, o.outcome, levels[o.impl], tuple(map(_clean, o.reasons)), o.seconds)
-        for o in tried
-    ]
+    for tried in machine.prove_apart(untried, dtype, time_limit_s=time_limit_s, child=child):
+        say(f"  {tried.impl:<28} {tried.outcome}")
+        reasons = tuple(map(_clean, tried.reasons))
+        level = levels[tried.impl]
+        rows.append(Outcome(tried.impl, tried.outcome, level, reasons, tried.seconds))
     document = _document(machine, dtype, sorted(rows, key=lambda row: row.impl), time_limit_s)
     _write(target, json.dumps(document, indent=1) + "\n")
     _write(target.with_suffix(".txt"), str(document["text"]) + "\n")
@@ -131,94 +125,6 @@ def _foreign(impl: Impl, dtype: str, machine: Machine) -> tuple[str, ...]:
 @cache
 def _cases(op: str) -> tuple[Case, ...]:
     return tuple(op_cases(op).CASES[op](0))
-
-
-def _try_all(
-    impls: Sequence[Impl],
-    machine: Machine,
-    dtype: str,
-    say: Say,
-    time_limit_s: float,
-    child: str,
-) -> list[Outcome]:
-    """One outcome each, in order. A child that dies costs the kernel it was at."""
-    left, found = {impl.id: impl for impl in impls}, []
-    while left:
-        before = len(left)
-        for outcome in _one_child(list(left), machine.platform.name, dtype, time_limit_s, child):
-            say(f"  {outcome.impl:<28} {outcome.outcome}")
-            impl = left.pop(outcome.impl)
-            found.append(outcome)
-            if outcome.outcome in ("crashed", "hung"):
-                verdict = Qualification(impl.id, False, outcome.reasons)
-                machine.keep(impl, dtype, verdict)
-        if len(left) == before:  # the child did not even begin
-            key = next(iter(left))
-            left.pop(key)
-            found.append(Outcome(key, "crashed", "", ("the test process does not start",)))
-    return found
-
-
-def _one_child(
-    ids: Sequence[str], platform: str, dtype: str, time_limit_s: float, module: str
-) -> list[Outcome]:
-    """Outcomes of the first of `ids`, up to the one at which the child ended."""
-    reading, writing = os.pipe()
-    arguments = [str(writing), platform, dtype, *ids]
-    try:
-        child = spawn_python(module, arguments, name="bring-up", pass_fds=(writing,))
-    finally:
-        os.close(writing)
-    found: list[Outcome] = []
-    current, limit = "", START_S
-    with open(reading, "rb", buffering=0) as pipe, child:
-        lines = _Lines(pipe.fileno())
-        while (line := lines.read(limit)) is not None:
-            body = json.loads(line)
-            if "begin" in body:
-                current, limit = body["begin"], time_limit_s
-                continue
-            outcome = "passed" if body["passed"] else "failed"
-            reasons, seconds = tuple(body["reasons"]), body["seconds"]
-            found.append(Outcome(body["impl"], outcome, "", reasons, seconds))
-            current, limit = "", START_S
-        if current and lines.ended:
-            found.append(Outcome(current, "crashed", "", (_end(child),)))
-        elif current:
-            why = f"no answer within {time_limit_s:g} s"
-            found.append(Outcome(current, "hung", "", (why,)))
-            child.terminate(0.0)
-    return found
-
-
-def _end(child: Child) -> str:
-    child.wait(10.0)
-    return child.describe_exit()
-
-
-class _Lines:
-    """Lines from a descriptor, each with a limit in time."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._held = descriptor, b""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(descriptor, selectors.EVENT_READ)
-        self.ended = False
-
-    def read(self, timeout_s: float) -> bytes | None:
-        """The next line; None at the end (`ended`) or when time is over."""
-        ends = time.monotonic() + timeout_s
-        while b"\n" not in self._held:
-            rest = ends - time.monotonic()
-            if rest <= 0 or not self._selector.select(rest):
-                return None
-            piece = os.read(self._descriptor, 65_536)
-            if not piece:
-                self.ended = True
-                return None
-            self._held += piece
-        line, _, self._held = self._held.partition(b"\n")
-        return line
 
 
 def _document(

@@ -1,4 +1,4 @@
-"""Stands for bring-up's child: the second kernel kills it, the third never answers."""
+"""Stands for the child that proves kernels: the second kernel kills it, the third never answers."""
 
 from __future__ import annotations
 

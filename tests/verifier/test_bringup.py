@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,27 @@ def test_a_crash_and_a_hang_are_rows_and_stay_locked(acme: Path, tmp_path: Path)
     machine.recall(document["dtype"])
     locked = {key for key, found in machine.qualified.items() if not found.passed}
     assert {"rmsnorm/kernel-b", "rmsnorm/kernel-c"} <= locked
+
+
+def test_several_children_try_kernels_and_no_outcome_is_lost(acme: Path) -> None:
+    """The one that crashes and the one that hangs cost themselves alone, in any lane."""
+    add_kernels(acme, *(f"kernel-{letter}" for letter in "abcde"))
+    machine = open_machine("acme")
+    impls = [impl for impl in machine.registry.impls() if "/kernel-" in impl.id]
+    found = machine.prove_apart(
+        impls, "float32", lanes=3, time_limit_s=3.0, child="dying_child"
+    )  # fmt: skip
+    outcomes = {tried.impl[-1]: tried.outcome for tried in found}
+    assert outcomes == {"a": "passed", "b": "crashed", "c": "hung", "d": "failed", "e": "passed"}
+    again = open_machine("acme")
+    again.recall("float32")
+    passed = {key[-1]: kept.passed for key, kept in again.qualified.items() if "/kernel-" in key}
+    assert passed == {key: outcome == "passed" for key, outcome in outcomes.items()}
+
+
+def test_a_first_start_shares_kernels_out_over_half_the_cores(acme: Path) -> None:
+    machine = open_machine("acme")
+    host = replace(machine.facts.host, usable_cores=16)
+    many, few = replace(machine.facts, host=host), open_machine("cpu").facts
+    assert [replace(machine, facts=many)._lanes(n) for n in (1, 3, 40)] == [1, 3, 8]
+    assert replace(machine, facts=few)._lanes(40) == 1  # a host's kernels use all cores themselves
