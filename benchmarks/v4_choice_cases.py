@@ -26,6 +26,8 @@ from metainfer.ops.moe_route.triton_calls import moe_route, moe_route_hash
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
 from metainfer.ops.sample import ref as sampler
 from metainfer.ops.sample.inputs import SampleInputs
+from metainfer.ops.sample.tiles import TILE
+from metainfer.ops.sample.tiles import Tile as SampleTile
 from metainfer.ops.sample.triton_calls import sample
 
 D = 128
@@ -186,6 +188,9 @@ V = 129280
 
 
 def sampling(sweep: bool) -> Iterator[Work]:
+    tiles = [TILE]
+    if sweep:
+        tiles += [SampleTile(1024, 4), SampleTile(2048, 4), SampleTile(4096, 8, 4096, 16)]
     for rows in (1, 8, 32, 128):
         logits = torch.randn(rows, V, device="cuda") * 3
         draws: dict[str, Any] = {
@@ -195,21 +200,25 @@ def sampling(sweep: bool) -> Iterator[Work]:
         }
         top_p = torch.full((rows,), 0.95, device="cuda")
         top_k = torch.full((rows,), 50, device="cuda")
+        min_p = torch.full((rows,), 0.02, device="cuda")
         for name, inputs in (
             ("greedy", SampleInputs(greedy=True)),
             ("draw", SampleInputs(**draws)),
+            ("min-p 0.02", SampleInputs(**draws, min_p=min_p)),
             ("top-p 0.95", SampleInputs(**draws, top_p=top_p)),
             ("top-k 50, top-p 0.95", SampleInputs(**draws, top_k=top_k, top_p=top_p)),
+            ("hot, top-p 0.95", SampleInputs(**(draws | {"temperature": top_p * 4}), top_p=top_p)),
         ):
-            yield Work(
-                f"sample {name} m={rows}",
-                "",
-                lambda i, x=logits, s=inputs: sample(x, s).tokens,
-                _same(lambda x=logits, s=inputs: sampler.sample(x, s).tokens),
-                bytes=rows * V * 4,
-                flops=0.0,
-                floor=0.0,
-            )
+            for tile in tiles:
+                yield Work(
+                    f"sample {name} m={rows}",
+                    f"{tile.part}x{tile.warps} {tile.lanes}x{tile.row_warps}",
+                    lambda i, x=logits, s=inputs, t=tile: sample(x, s, tile=t).tokens,
+                    _same(lambda x=logits, s=inputs: sampler.sample(x, s).tokens),
+                    bytes=rows * V * 4,
+                    flops=0.0,
+                    floor=0.0,
+                )
 
 
 SECTIONS: dict[str, Callable[[bool], Iterator[Work]]] = {

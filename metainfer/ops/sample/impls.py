@@ -14,10 +14,10 @@ def _partial(c: Context) -> float:
     return 20.0 * extent(c, "rows") * extent(c, "v") * 4
 
 
-def _searched(c: Context) -> float:
-    """A number and a weight of each id, six times (seed: searches of top-p read more, greedy rows
-    and plain draws less; all but the first time from the cache)."""
-    return 6.0 * 12.0 * extent(c, "rows") * extent(c, "v")
+def _read(c: Context) -> float:
+    """The row three times (seed: greedy rows are read once, draws twice, filtered ones three times
+    and what top-k or top-p keeps once more)."""
+    return 3.0 * 4.0 * extent(c, "rows") * extent(c, "v")
 
 
 IMPLS = (
@@ -26,7 +26,7 @@ IMPLS = (
         "sample.triton_calls:sample",
         dtypes=SHORT,
         conditions=TRITON,
-        cost=roofline(_searched, launches=2),
+        cost=roofline(_read, launches=5),
     ),
     Impl(
         op="sample",

@@ -1,9 +1,25 @@
 """Sizes of the sampling kernels, read by kernels, calls and audit. No torch."""
 
-PART = 4096
-"""Ids that one program of a row looks at; the last program to arrive goes on with the row."""
+from dataclasses import dataclass
 
-LANES = 4096
-"""Ids that it then looks at in one go."""
 
-WARPS = 16
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """`part`: ids that one program of a row looks at, with `warps`. `lanes`: ids that the program
+    of a whole row then looks at in one go, with `row_warps`.
+
+    The same for any number of rows: sums are rounded in the order that it gives."""
+
+    part: int
+    warps: int
+    lanes: int = 2048
+    row_warps: int = 8
+
+
+TILE = Tile(2048, 8)
+
+BINS = 256
+"""Bins of a row's logits below its best one: 32 for every doubling of the distance plus one."""
+
+BLOCK = 16
+"""Parts whose bins the program of a row adds up at a time."""
