@@ -13,9 +13,9 @@ from torch import Tensor
 from metainfer.formats.activation import activation_fp8
 from metainfer.kv.book.form import EntryForm, plain
 from metainfer.kv.store.entries import EntryPages, gather, locate, store
+from metainfer.ops.attn_sparse.tiles import FEW, HOPPER, SMALL, WGMMA, WGMMA_SCALED, HopperTile
 from metainfer.ops.attn_sparse.tiles import Tile as AttnTile
-from metainfer.ops.attn_sparse.tiles import tile_for
-from metainfer.ops.attn_sparse.triton_calls import attn_sparse, attn_sparse_scaled
+from metainfer.ops.attn_sparse.triton_calls import attn_sparse, wgmma, wgmma_scaled
 from metainfer.ops.common import rotate_tail
 from metainfer.ops.linear.fp8 import chunk, quantise, stream
 from metainfer.ops.linear.tiles import ChunkTile, StreamTile
@@ -355,9 +355,11 @@ def _attention(
         return torch.stack(exact), torch.stack(stepped).to(BF16)
 
     keys = min(context, 128) + (min(top, count) if top else count)
-    tiles = [tile_for((9, 0), form.scale != "none"), tile_for((12, 0), form.scale != "none")]
-    if sweep:
-        tiles += [AttnTile(64, 32, 8, 3)]
+    tiles: list[AttnTile | HopperTile] = []
+    if sweep and form.scale != "none" and rows <= 32:
+        tiles = [WGMMA_SCALED, *(AttnTile(16, 32, warps, 2) for warps in (4, 8))]
+    elif sweep and form.scale == "none":
+        tiles = [WGMMA, HOPPER] if rows > 32 else [SMALL, FEW, AttnTile(16, 32, 4, 2), HOPPER]
     element = 1024 if form.scale == "none" else 584
     args = (q, local, local_table, entries, entry_table, picked, sinks, table, positions, start)
     options: dict[str, Any] = {"scale": scale, "window": 128, "ratio": ratio}
@@ -365,8 +367,8 @@ def _attention(
         _text(tile, ""): lambda i, t=tile: attn_sparse(*args, lens, **options, tile=t)
         for tile in tiles
     }
-    if form.scale != "none":
-        forms["as shapes choose"] = lambda i: attn_sparse_scaled(*args, lens, **options)
+    chosen = wgmma if form.scale == "none" else wgmma_scaled
+    forms["as shapes choose"] = lambda i: chosen(*args, lens, **options)
     for text, call in forms.items():
         kind = "prefill" if queries > 1 else "decode"
         yield Work(

@@ -51,6 +51,19 @@ def test_streaming_cuts_k_into_equal_parts() -> None:
             assert (k // 128) % parts == 0 and (parts == 1 or k // 128 // parts >= 2)
 
 
+def test_keys_are_cut_into_as_many_parts_as_one_wave_holds() -> None:
+    from metainfer.ops.attn_sparse.tiles import MAX_SPLITS, splits_for
+
+    assert splits_for(32, 10, 132) == 4  # five would be 160 programs
+    assert splits_for(1, 10, 132) == 16  # each tile its own
+    for programs in (1, 3, 8, 66, 67, 132, 8192):
+        for tiles in (1, 2, 6, 18, 400):
+            parts = splits_for(programs, tiles, 132)
+            assert parts == 1 or (programs * parts <= 132 and parts < 2 * tiles)
+            more = 2 * parts
+            assert programs * more > 132 or more > MAX_SPLITS or parts >= tiles
+
+
 def test_shared_memory_of_the_tables_fits_its_cards() -> None:
     from metainfer.ops.attn_sparse.tiles import tile_for
     from metainfer.ops.linear import tiles as linear
@@ -71,7 +84,7 @@ def test_shared_memory_of_the_tables_fits_its_cards() -> None:
 
 def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
     from metainfer.kernels.audit import TARGETS, load_manifest
-    from metainfer.ops.attn_sparse.tiles import tile_for
+    from metainfer.ops.attn_sparse.tiles import FEW, HOPPER, tile_for
     from metainfer.ops.linear import tiles as linear
     from metainfer.ops.moe_experts import tiles as experts
 
@@ -101,6 +114,10 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
             estimate = experts.stream_for(card).shared_bytes()
         elif name.startswith("experts-chunk"):
             estimate = experts.chunk_for(card).shared_bytes()
+        elif name.startswith("sparse-wgmma"):
+            estimate = HOPPER.shared_bytes(512, 2)
+        elif name.startswith("sparse-few"):
+            estimate = FEW.shared_bytes(512, 2, card)
         elif name.startswith(("sparse-sm", "sparse-fp8-sm")):
             scaled = "fp8" in name
             estimate = tile_for(card, scaled).shared_bytes(512, 2, card, scaled)

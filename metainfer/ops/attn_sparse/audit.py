@@ -1,10 +1,18 @@
 """Variants of the sparse attention kernels that are compiled for every target."""
 
 from metainfer.kernels.variant import Variant
-from metainfer.ops.attn_sparse.tiles import SMALL, SMALL_SCALED, WGMMA, WGMMA_SCALED, Tile
+from metainfer.ops.attn_sparse.tiles import (
+    FEW,
+    HOPPER,
+    SMALL,
+    SMALL_SCALED,
+    WGMMA,
+    WGMMA_SCALED,
+    Tile,
+)
 
 MODULE = "metainfer.ops.attn_sparse.triton"
-HOPPER, REST = ("sm_90",), ("sm_80", "sm_89", "sm_120")
+ON_HOPPER, REST = ("sm_90",), ("sm_80", "sm_89", "sm_120")
 EIGHT, OLD = ("sm_89", "sm_120"), ("sm_80",)  # with the type e4m3, and without
 SHAPE = {
     "rows": 8, "hq": 64, "d": 512, "rotated": 64, "window": 128, "ratio": 4, "top_k": 512,
@@ -12,8 +20,29 @@ SHAPE = {
 }  # fmt: skip
 
 
-def _sparse(tile: Tile, splits: int, scaled: int, targets: tuple[str, ...]) -> Variant:
-    """`scaled`: as the kernel's SCALED."""
+def _by_hand(splits: int) -> Variant:
+    return Variant(
+        impl="attn_sparse/triton-wgmma",
+        name=f"sparse-wgmma-{splits}",
+        kernel="metainfer.ops.attn_sparse.triton_wgmma:sparse_kernel",
+        args={
+            "q": "*bf16", "cache": "*bf16", "places": "*i64", "counts": "*i32", "sinks": "*fp32",
+            "cos_sin": "*fp32", "positions": "*i64", "out": "*bf16", "parts": "*fp32",
+            "peaks": "*fp32", "totals": "*fp32", "factor": "fp32", "q_stride": "i32:16",
+            "width": "i32", "H": 64, "D": 512, "R": 64, "HB": HOPPER.heads, "N": HOPPER.n,
+            "SPLITS": splits, "WARPS": HOPPER.warps,
+        },
+        warps=HOPPER.warps,
+        shape=SHAPE,
+        mma="wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
+        targets=ON_HOPPER,
+    )  # fmt: skip
+
+
+def _sparse(
+    tile: Tile, splits: int, scaled: int, targets: tuple[str, ...], few: bool = False
+) -> Variant:
+    """`scaled`: as the kernel's SCALED; `few`: the Hopper form's tile for few queries."""
     kind = "-fp8" if scaled else ""
     args: dict[str, str | int | bool] = {
         "q": "*bf16", "cache": "*u8" if scaled else "*bf16", "places": "*i64",
@@ -24,14 +53,14 @@ def _sparse(tile: Tile, splits: int, scaled: int, targets: tuple[str, ...]) -> V
         "SCALED": scaled,
     }  # fmt: skip
     return Variant(
-        impl=f"attn_sparse/triton{kind}",
-        name=f"sparse{kind}-{targets[-1]}-{splits}",
+        impl=f"attn_sparse/triton{'-wgmma' if few else kind}",
+        name=f"sparse{'-few' if few else kind}-{targets[-1]}-{splits}",
         kernel=f"{MODULE}:sparse_kernel",
         args=args,
         warps=tile.warps,
         stages=tile.stages,
         shape=SHAPE,
-        mma="wgmma" if targets == HOPPER else "mma.sync",
+        mma="wgmma" if targets == ON_HOPPER and not few else "mma.sync",
         spill_bytes=4096 if scaled else 0,
         why="decoded keys pass through registers" if scaled else "",
         targets=targets,
@@ -91,12 +120,14 @@ def _pages(scaled: int, targets: tuple[str, ...]) -> Variant:
 
 
 VARIANTS = (
-    *(_sparse(WGMMA, splits, 0, HOPPER) for splits in (1, 16)),
-    *(_sparse(WGMMA_SCALED, splits, 1, HOPPER) for splits in (1, 16)),
+    *(_by_hand(splits) for splits in (1, 16)),
+    _sparse(FEW, 16, 0, ON_HOPPER, few=True),
+    *(_sparse(WGMMA, splits, 0, ON_HOPPER) for splits in (1, 16)),
+    *(_sparse(WGMMA_SCALED, splits, 1, ON_HOPPER) for splits in (1, 16)),
     *(_sparse(SMALL, splits, 0, REST) for splits in (1, 16)),
     *(_sparse(SMALL_SCALED, splits, 1, EIGHT) for splits in (1, 16)),
     *(_sparse(SMALL_SCALED, splits, 2, OLD) for splits in (1, 16)),
     *(_places(scaled) for scaled in (0, 1)),
     _MERGE,
-    *(_pages(scaled, targets) for scaled, targets in ((1, (*HOPPER, *EIGHT)), (2, OLD))),
+    *(_pages(scaled, targets) for scaled, targets in ((1, (*ON_HOPPER, *EIGHT)), (2, OLD))),
 )

@@ -4,11 +4,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from metainfer.core.verdict import Verdict
-from metainfer.kernels.conditions import custom, one_of, shared_memory
+from metainfer.kernels.conditions import (
+    capability,
+    custom,
+    feature,
+    multiple_of,
+    one_of,
+    shared_memory,
+)
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Impl, Numerics
-from metainfer.ops.attn_sparse.tiles import decodes_first, tile_for
-from metainfer.ops.declare import SHORT, TRITON, own_matrix_unit, triton
+from metainfer.ops.attn_sparse.tiles import HOPPER, decodes_first, tile_for
+from metainfer.ops.declare import HALVES, SHORT, TRITON, own_matrix_unit, triton
 from metainfer.ops.declare_entries import entry_bytes
 
 
@@ -30,14 +37,6 @@ def _keys(c: Context) -> int:
     return min(extent(c, "context", 1024), extent(c, "window", 128)) + _entries(c)[1]
 
 
-def _scaled_cost(c: Context) -> float | None:
-    """Keys decoded by every query; or once, and then as `latent@1` (a seed: not measured yet)."""
-    kept, listed = _entries(c)
-    sequences, window = extent(c, "seqs"), extent(c, "window", 128)
-    once = decodes_first(extent(c, "rows"), sequences, window, listed, kept, extent(c, "d"))
-    return (_DECODED if once else _DECODING)(c)
-
-
 def _cost(layout: str, launches: int, compute: float) -> Callable[[Context], float | None]:
     """Every key once per query through the cache, queries in and out. Parts as on an H200."""
 
@@ -51,7 +50,21 @@ def _cost(layout: str, launches: int, compute: float) -> Callable[[Context], flo
     return roofline(traffic, operations, launches=launches, part=0.4, compute_part=compute)
 
 
-_DECODING, _DECODED = _cost("latent-fp8@1", 3, 0.05), _cost("latent@1", 5, 0.33)
+def _scaled_cost(
+    decoding: Callable[[Context], float | None], decoded: Callable[[Context], float | None]
+) -> Callable[[Context], float | None]:
+    """Keys decoded by every query; or once, and then as `latent@1`."""
+
+    def seconds(c: Context) -> float | None:
+        kept, listed = _entries(c)
+        sequences, window = extent(c, "seqs"), extent(c, "window", 128)
+        once = decodes_first(extent(c, "rows"), sequences, window, listed, kept, extent(c, "d"))
+        return (decoded if once else decoding)(c)
+
+    return seconds
+
+
+_DECODING = _cost("latent-fp8@1", 3, 0.05)
 
 _LATENT: Impl = triton(
     "attn_sparse",
@@ -64,15 +77,33 @@ _LATENT: Impl = triton(
     numerics=Numerics.NATIVE,
     cost=_cost("latent@1", 3, 0.33),
 )
-
-IMPLS = (
+_HOPPER: Impl = replace(
     _LATENT,
-    replace(
-        _LATENT,
-        name="triton-fp8",
+    name="triton-wgmma",
+    dtypes=HALVES,
+    conditions=(
+        *TRITON,
+        capability((9, 0), (9, 9)),
+        feature("wgmma"),
+        one_of("d", (512,)),
+        multiple_of("hq", HOPPER.heads),
+        shared_memory(HOPPER.shared_bytes(512, 2)),
+    ),
+    load="metainfer.ops.attn_sparse.triton_calls:wgmma",
+    cost=_cost("latent@1", 3, 0.5),
+)
+
+
+def _over_fp8(impl: Impl, load: str) -> Impl:
+    """`impl` over ``latent-fp8@1``."""
+    assert impl.cost is not None
+    return replace(
+        impl,
+        name=f"{impl.name}-fp8",
         dtypes=frozenset({"bfloat16"}),
         conditions=(
-            *_LATENT.conditions,
+            *impl.conditions,
+            _fits,
             custom(
                 "shape",
                 lambda c: (extent(c, "d") - extent(c, "rotated", 0)) % 64 == 0,
@@ -80,7 +111,14 @@ IMPLS = (
             ),
         ),
         requires_layout={"kv": "latent-fp8@1"},
-        load="metainfer.ops.attn_sparse.triton_calls:attn_sparse_scaled",
-        cost=_scaled_cost,
-    ),
+        load=f"metainfer.ops.attn_sparse.triton_calls:{load}",
+        cost=_scaled_cost(_DECODING, impl.cost),
+    )
+
+
+IMPLS = (
+    _HOPPER,
+    _over_fp8(_HOPPER, "wgmma_scaled"),
+    _LATENT,
+    _over_fp8(_LATENT, "attn_sparse_scaled"),
 )

@@ -32,10 +32,28 @@ class Tile:
         return self.heads * (d + self.n) * element + self.n * d * key + 4096
 
 
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """Of the Hopper form: `heads` of one query by `n` keys, `n` of the next on their way."""
+
+    heads: int = 64
+    n: int = 64
+    warps: int = 8
+
+    def shared_bytes(self, d: int, element: int) -> int:
+        """The query, two tiles of keys, the weights, and the way between groups of warps."""
+        return element * (self.heads * d + 2 * self.n * d + self.heads * self.n) + 1024
+
+
+HOPPER = HopperTile()
 WGMMA = Tile(heads=64, n=64, warps=8, stages=2)
 WGMMA_SCALED = Tile(heads=64, n=32, warps=8, stages=3)
 SMALL = Tile(heads=32, n=32, warps=8, stages=2)  # shared memory of 101,376 B
 SMALL_SCALED = Tile(heads=32, n=16, warps=8, stages=2)
+FEW = Tile(heads=16, n=64, warps=4, stages=2)
+"""Where a call has so few queries that time is latency."""
+FEW_ROWS = 4
+"""Most queries of such a call."""
 
 
 def tile_for(capability: tuple[int, int] | None, scaled: bool = False) -> Tile:
@@ -45,10 +63,18 @@ def tile_for(capability: tuple[int, int] | None, scaled: bool = False) -> Tile:
     return SMALL_SCALED if scaled else SMALL
 
 
+def hopper_for(rows: int) -> Tile | HopperTile:
+    """The tile of the Hopper form, by the number of queries."""
+    return FEW if rows <= FEW_ROWS else HOPPER
+
+
 def splits_for(programs: int, tiles: int, units: int) -> int:
-    """Into how many parts a query's keys are cut: a power of two, from shapes alone."""
+    """Into how many parts a query's keys are cut: a power of two, from shapes alone.
+
+    As many as one wave of `units` programs holds: a second wave costs more than longer parts.
+    """
     splits = 1
-    while splits < min(MAX_SPLITS, tiles) and programs * splits < units:
+    while splits < min(MAX_SPLITS, tiles) and 2 * programs * splits <= units:
         splits *= 2
     return splits
 

@@ -25,22 +25,28 @@ def _keys(
 ):  # fmt: skip
     """Entries [N, D] that begin at `at`; SCALED: bytes, e4m3 in groups of 64 with scales
     2^(byte - 127) at `scale_at`, then a bf16 tail; 2: for a card without the type e4m3."""
-    lane = tl.arange(0, D)
     if SCALED:
         BODY: tl.constexpr = D - TAIL
-        inner = seen[:, None] & (lane < BODY)[None, :]
-        body = tl.load(data + at[:, None] + lane[None, :], mask=inner, other=0)
-        code = tl.load(data + scale_at[:, None] + (lane // 64)[None, :], mask=inner, other=127)
-        outer = seen[:, None] & (lane >= BODY)[None, :]
+        # [N, groups, 64]: a scale is loaded and widened once for its group
+        channel = (tl.arange(0, D // 64) * 64)[None, :, None] + tl.arange(0, 64)[None, None, :]
+        at = at[:, None, None]
+        seen = seen[:, None, None]
+        group = tl.arange(0, D // 64)[None, :, None]
+        body = tl.load(data + at + channel, mask=seen & (channel < BODY), other=0)
+        code = tl.load(
+            data + scale_at[:, None, None] + group, mask=seen & (group < BODY // 64), other=127
+        )
         tail = (data + at + BODY).to(tl.pointer_type(tl.bfloat16))
-        tail = tl.load(tail[:, None] + (lane - BODY)[None, :], mask=outer, other=0.0)
+        tail = tl.load(tail + (channel - BODY), mask=seen & (channel >= BODY), other=0.0)
         scale = (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         if SCALED == 2:
             body = e4m3_values(body) * scale
         else:
             body = body.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-        keys = tl.where((lane < BODY)[None, :], body, tail.to(tl.float32)).to(tl.bfloat16)
+        keys = tl.where(channel < BODY, body, tail.to(tl.float32)).to(tl.bfloat16)
+        keys = tl.reshape(keys, [at.shape[0], D])
     else:
+        lane = tl.arange(0, D)
         keys = tl.load(data + at[:, None] + lane[None, :], mask=seen[:, None], other=0.0)
     return keys
 
@@ -78,14 +84,12 @@ def _turned_back(x, cos_sin, position, H: tl.constexpr, D: tl.constexpr, R: tl.c
 @triton.jit
 def _sequence(query_start, sequences, t):
     """The sequence that row t belongs to; `sequences` for a row of padding."""
-    left, right = 0, sequences
-    while left < right:
-        middle = (left + right) // 2
-        if tl.load(query_start + middle + 1) <= t:
-            left = middle + 1
-        else:
-            right = middle
-    return left
+    found = 0
+    for first in range(0, sequences, 128):
+        s = first + tl.arange(0, 128)
+        ends = tl.load(query_start + 1 + s, mask=s < sequences, other=2147483647)
+        found += tl.sum((ends <= t).to(tl.int32), axis=0)
+    return found
 
 
 @triton.jit
@@ -112,21 +116,20 @@ def places_kernel(
     """Where each query's keys begin, relative to the window's cache: [rows, width], the window's
     first; `shift` leads to the entries' cache. TOP: entries listed per query, 0 for all visible."""
     t, piece = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions + t)
+    far = 0
+    if TOP:
+        top = tl.arange(0, TOP_LANES)
+        listed = tl.load(selected + t.to(tl.int64) * TOP + top, mask=top < TOP, other=-1)
+        far = tl.sum((listed >= 0).to(tl.int32), axis=0)
+    elif ENTRIES:
+        far = ((position + 1) // ratio).to(tl.int32)
     s = _sequence(query_start, sequences, t)
     if s == sequences:
         tl.store(counts + t, 0)
     else:
-        position = tl.load(positions + t)
         low = tl.maximum(position - window + 1, 0)
         near = (position - low + 1).to(tl.int32)
-        far = 0
-        if ENTRIES:
-            if TOP:
-                top = tl.arange(0, TOP_LANES)
-                listed = tl.load(selected + t.to(tl.int64) * TOP + top, mask=top < TOP, other=-1)
-                far = tl.sum((listed >= 0).to(tl.int32), axis=0)
-            else:
-                far = ((position + 1) // ratio).to(tl.int32)
         tl.store(counts + t, near + far)
         j = piece * LANES + tl.arange(0, LANES)
         is_near = j < near
@@ -195,8 +198,9 @@ def sparse_kernel(
         else:
             place = (t.to(tl.int64) * H + head) * SPLITS + part
             tl.store(peaks + place, peak, mask=head < H)
-            tl.store(totals + place, total, mask=head < H)
-            tl.store(parts + place[:, None] * D + lane[None, :], mixed, mask=heads)
+            if begin < end:
+                tl.store(totals + place, total, mask=head < H)
+                tl.store(parts + place[:, None] * D + lane[None, :], mixed, mask=heads)
 
 
 @triton.jit
@@ -213,8 +217,10 @@ def merge_kernel(
         sink = tl.load(sinks + head) * 1.4426950408889634
         above = tl.maximum(tl.max(peak, axis=0), sink)
         fade = tl.exp2(peak - above)
-        total = tl.sum(tl.load(totals + place) * fade, axis=0) + tl.exp2(sink - above)
-        mixed = tl.load(parts + place[:, None] * D + lane[None, :])
+        held = peak > float("-inf")  # a part without keys wrote nothing else
+        total = tl.load(totals + place, mask=held, other=0.0)
+        total = tl.sum(total * fade, axis=0) + tl.exp2(sink - above)
+        mixed = tl.load(parts + place[:, None] * D + lane[None, :], mask=held[:, None], other=0.0)
         mixed = tl.reshape(tl.sum(mixed * (fade / total)[:, None], axis=0), [1, D])
         result = _turned_back(mixed, cos_sin, tl.load(positions + t), 1, D, R)
         where = (t.to(tl.int64) * H + head) * D + lane

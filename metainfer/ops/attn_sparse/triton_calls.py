@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,7 +12,15 @@ from torch import Tensor
 from metainfer.core.errors import InternalError
 from metainfer.kv.book.form import plain
 from metainfer.kv.store.entries import EntryPages
-from metainfer.ops.attn_sparse.tiles import Tile, decodes_first, splits_for, tile_for
+from metainfer.ops.attn_sparse import triton_wgmma
+from metainfer.ops.attn_sparse.tiles import (
+    HopperTile,
+    Tile,
+    decodes_first,
+    hopper_for,
+    splits_for,
+    tile_for,
+)
 from metainfer.ops.attn_sparse.triton import merge_kernel, places_kernel, sparse_kernel
 from metainfer.ops.attn_sparse.triton_decoded import pages_kernel
 from metainfer.ops.linear.tiles import has_e4m3
@@ -46,11 +55,13 @@ def attn_sparse_scaled(
     window: int,
     ratio: int,
     native: bool | None = None,
+    hopper: bool = False,
 ) -> Tensor:
     """`attn_sparse` over ``latent-fp8@1``, in two forms. Which one follows from shapes alone
     (`tiles.decodes_first`): each query decodes its keys, or they are decoded once for all.
 
-    `native`: by the card's own e4m3, where it has the type; else by integers.
+    `native`: by the card's own e4m3, where it has the type; else by integers. `hopper`: what is
+    decoded first is then read in the Hopper form.
     """
     if native is None:
         native = has_e4m3(_card(q.device)[0])
@@ -67,6 +78,7 @@ def attn_sparse_scaled(
     return attn_sparse(
         q, local, local_table, entries, entry_table, selected, sinks, cos_sin, positions,
         query_start, context_lens, scale=scale, window=window, ratio=ratio, native=native,
+        hopper=hopper,
     )  # fmt: skip
 
 
@@ -106,6 +118,49 @@ def decoded(
     ), held_table
 
 
+class _Places(NamedTuple):
+    """Where each query's keys begin: `at` and `scale_at` [rows, width] int64, `counts` [rows]."""
+
+    at: Tensor
+    scale_at: Tensor
+    counts: Tensor
+    width: int
+
+
+def _located(
+    local: EntryPages,
+    local_table: Tensor,
+    entries: EntryPages | None,
+    entry_table: Tensor | None,
+    selected: Tensor | None,
+    positions: Tensor,
+    query_start: Tensor,
+    window: int,
+    ratio: int,
+) -> _Places:
+    """The keys of every query, found once; in elements of the window's cache."""
+    far, far_table, top, some = local, local_table, 0, False
+    if entries is not None and entry_table is not None and ratio > 0:
+        far, far_table, some = entries, entry_table, True
+        top = 0 if selected is None else selected.shape[1]
+    rows, device, form = positions.shape[0], positions.device, local.form
+    width = window + (top or (far_table.shape[1] * far.entries if some else 0))
+    scaled = form.scale != "none"
+    at = torch.empty((rows, width), dtype=torch.int64, device=device)
+    scale_at = torch.empty_like(at) if scaled else at
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    shift = (far.data.data_ptr() - local.data.data_ptr()) // local.data.element_size()
+    places_kernel[(rows, triton.cdiv(width, 1024))](
+        local_table, far_table, selected if top else local_table, positions, query_start, at,
+        scale_at, counts, query_start.shape[0] - 1, window, max(ratio, 1), local_table.stride(0),
+        far_table.stride(0), shift, width, local.entries, far.entries, top,
+        triton.next_power_of_2(max(top, 1)), some, form.width + form.tail if scaled else form.width,
+        local.data.stride(0) if scaled else 0, far.data.stride(0) if scaled else 0,
+        form.bytes - form.width - form.tail if scaled else 0, 1024, num_warps=4,
+    )  # fmt: skip
+    return _Places(at, scale_at, counts, width)
+
+
 def attn_sparse(
     q: Tensor,
     local: EntryPages,
@@ -122,62 +177,60 @@ def attn_sparse(
     scale: float,
     window: int,
     ratio: int,
-    tile: Tile | None = None,
+    tile: Tile | HopperTile | None = None,
     splits: int = 0,
     native: bool = True,
+    hopper: bool = False,
 ) -> Tensor:
     """See `ref.attn_sparse`; `selected` lists its entries first, then -1. D is a power of two.
 
     The number of parts follows from shapes alone (rows, table widths), never from lengths.
+    `hopper`: in the Hopper form where `tiles.hopper_for` says so, plain latents only.
     """
     if not heads_packed(q):
         raise InternalError(f"attention wants packed query heads, got strides {q.stride()}")
     (rows, heads, d), device = q.shape, q.device
-    sequences = context_lens.shape[0]
     out = torch.empty((rows, heads, d), dtype=q.dtype, device=device)
-    if rows == 0 or sequences == 0:
+    if rows == 0 or context_lens.shape[0] == 0:
         return out
     capability, units = _card(device)
     scaled = local.form.scale != "none"
-    tile = tile or tile_for(capability, scaled)
+    if tile is None:
+        tile = hopper_for(rows) if hopper and not scaled else tile_for(capability, scaled)
     block = min(tile.heads, max(16, triton.next_power_of_2(heads)))
-    blocks = triton.cdiv(heads, block)
-    some = entries is not None and entry_table is not None and ratio > 0
-    top = selected.shape[1] if selected is not None and some else 0
-    longest = -(-window // tile.n)
-    if entries is not None and entry_table is not None and some:
-        longest += -(-(top or entry_table.shape[1] * entries.entries) // tile.n)
-    splits = splits or splits_for(rows * blocks, longest, units)
+    blocks, rotated = triton.cdiv(heads, block), cos_sin.shape[1]
+    places = _located(
+        local, local_table, entries, entry_table, selected, positions, query_start, window, ratio
+    )
+    splits = splits or splits_for(rows * blocks, -(-places.width // tile.n), units)
     parts = peaks = totals = out
     if splits > 1:
         parts = torch.empty((rows, heads, splits, d), dtype=torch.float32, device=device)
         peaks = torch.empty((rows, heads, splits), dtype=torch.float32, device=device)
         totals = torch.empty_like(peaks)
-    far = entries if entries is not None and some else local
-    far_table = entry_table if entry_table is not None and some else local_table
-    width = window + (top or (far_table.shape[1] * far.entries if some else 0))
-    places = torch.empty((rows, width), dtype=torch.int64, device=device)
-    scale_places = torch.empty_like(places) if scaled else places
-    counts = torch.empty(rows, dtype=torch.int32, device=device)
-    shift = (far.data.data_ptr() - local.data.data_ptr()) // local.data.element_size()
-    tail = local.form.tail
-    places_kernel[(rows, triton.cdiv(width, 1024))](
-        local_table, far_table, selected if top else local_table, positions, query_start, places,
-        scale_places, counts, sequences, window, max(ratio, 1), local_table.stride(0),
-        far_table.stride(0), shift, width, local.entries, far.entries, top,
-        triton.next_power_of_2(max(top, 1)), some, d + tail if scaled else d,
-        local.data.stride(0) if scaled else 0, far.data.stride(0) if scaled else 0,
-        local.form.bytes - d - tail if scaled else 0, 1024, num_warps=4,
-    )  # fmt: skip
-    sparse_kernel[(rows, blocks, splits)](
-        q, local.data, places, scale_places, counts, sinks, cos_sin, positions, out, parts, peaks,
-        totals, scale * LOG2E, q.stride(0), width, heads, d, cos_sin.shape[1], block, tile.n,
-        splits, q.dtype == torch.float32, (1 if native else 2) if scaled else 0,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    grid = (rows, blocks, splits)
+    if isinstance(tile, HopperTile):
+        triton_wgmma.sparse_kernel[grid](
+            q, local.data, places.at, places.counts, sinks, cos_sin, positions, out, parts, peaks,
+            totals, scale * LOG2E, q.stride(0), places.width, heads, d, rotated, tile.heads, tile.n,
+            splits, tile.warps, num_warps=tile.warps,
+        )  # fmt: skip
+    else:
+        sparse_kernel[grid](
+            q, local.data, places.at, places.scale_at, places.counts, sinks, cos_sin, positions,
+            out, parts, peaks, totals, scale * LOG2E, q.stride(0), places.width, heads, d, rotated,
+            block, tile.n, splits, q.dtype == torch.float32, (1 if native else 2) if scaled else 0,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     if splits > 1:
         merge_kernel[(rows, heads)](
-            parts, peaks, totals, counts, sinks, cos_sin, positions, out, heads, d,
-            cos_sin.shape[1], splits, num_warps=4,
+            parts, peaks, totals, places.counts, sinks, cos_sin, positions, out, heads, d, rotated,
+            splits, num_warps=4,
         )  # fmt: skip
     return out
+
+
+wgmma = partial(attn_sparse, hopper=True)
+"""`attn_sparse` for Hopper: as many heads as tiles of 64, 512 channels, plain latents."""
+wgmma_scaled = partial(attn_sparse_scaled, hopper=True)
+"""The same over ``latent-fp8@1``: chunks that are decoded first."""
