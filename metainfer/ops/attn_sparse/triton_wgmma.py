@@ -1,0 +1,160 @@
+"""The sparse attention kernel for Hopper, with its layouts and its pipeline written out (Gluon).
+
+The same arithmetic as `triton.sparse_kernel`. What is gained by hand: a tile of keys is copied into
+shared memory once and read there by both products, and while the matrix unit sums one tile's values
+it already holds the next tile's logits in its queue, behind which the copies after next are issued.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# Kernel parameters are pointers and numbers of the compiler's own types.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Gluon renames: 3.6 against 3.7 and newer, 3.7 against 3.8 and newer.
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def _places_of(places, step, last, N: gl.constexpr, rows: gl.constexpr):
+    """Where the keys of tile `step` begin; past the last key, the last again (its weight is 0)."""
+    j = gl.minimum(step * N + gl.arange(0, N, rows), last)
+    return gl.multiple_of(gl.load(places + j), 8)
+
+
+@gluon.jit
+def _weights(scores, step, count, factor, peak, N: gl.constexpr, columns: gl.constexpr):
+    """(e^(l - m), the new maximum) of one tile, in powers of two."""
+    j = step * N + gl.arange(0, N, columns)
+    scores = gl.where((j < count)[None, :], scores, float("-inf"))
+    above = gl.maximum(peak, gl.max(scores, axis=1) * factor)
+    return gl.exp2(scores * factor - above[:, None]), above
+
+
+@gluon.jit
+def _turned_back(x, cos_sin, position, D: gl.constexpr, R: gl.constexpr):
+    """x [H, D] with its last R channels turned by -position, pairs (2i, 2i + 1)."""
+    a, b = gl.split(gl.reshape(x, [x.shape[0], D // 2, 2]))
+    i = gl.arange(0, D // 2, gl.SliceLayout(0, a.type.layout)) - (D - R) // 2
+    row = cos_sin + position * R + i
+    cos = gl.load(row, mask=i >= 0, other=1.0)[None, :]
+    sin = gl.load(row + R // 2, mask=i >= 0, other=0.0)[None, :]
+    return gl.reshape(gl.join(a * cos + b * sin, b * cos - a * sin), x.shape)
+
+
+@gluon.jit(do_not_specialize=["width"])
+def sparse_kernel(
+    q, cache, places, counts, sinks, cos_sin, positions, out, parts, peaks, totals, factor,
+    q_stride, width,
+    H: gl.constexpr, D: gl.constexpr, R: gl.constexpr, HB: gl.constexpr, N: gl.constexpr,
+    SPLITS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """One query, HB heads of it and a part of its keys; HB is 64 and H a multiple of it."""
+    logits: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, WARPS // 4], [16, N // (WARPS // 4), 16]
+    )
+    values: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, WARPS // 4], [16, min(256, D // (WARPS // 4)), 16]
+    )
+    move: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, move)
+    columns: gl.constexpr = gl.SliceLayout(0, logits)
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    t, block, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    count = gl.load(counts + t)
+    share = gl.cdiv(gl.cdiv(count, N), SPLITS)
+    begin = part * share
+    end = gl.minimum(begin + share, gl.cdiv(count, N))
+    head = block * HB + gl.arange(0, HB, gl.SliceLayout(1, logits))
+    if begin < end:
+        mine = places + t.to(gl.int64) * width
+        last = count - 1
+        lane = gl.arange(0, D, gl.SliceLayout(0, move))[None, :]
+        at = _places_of(mine, begin, last, N, rows)
+        later = _places_of(mine, begin + 1, last, N, rows)
+        from_q = q + t.to(gl.int64) * q_stride + block * HB * D
+        q_tile = gl.allocate_shared_memory(q.dtype.element_ty, [HB, D], shared)
+        ring = gl.allocate_shared_memory(q.dtype.element_ty, [2, N, D], shared)
+        p_tile = gl.allocate_shared_memory(q.dtype.element_ty, [HB, N], shared)
+        _copy(q_tile, from_q + gl.arange(0, HB, rows)[:, None] * D + lane)
+        _copy(ring.index(0), cache + at[:, None] + lane)
+        async_copy.commit_group()
+        _copy(ring.index(1), cache + later[:, None] + lane)
+        async_copy.commit_group()
+        later = _places_of(mine, begin + 2, last, N, rows)
+        peak = gl.full([HB], float("-inf"), gl.float32, gl.SliceLayout(1, logits))
+        none = gl.zeros([HB, N], gl.float32, logits)
+        total = gl.zeros([HB, N], gl.float32, logits)  # summed over its columns once, at the end
+        mixed = gl.zeros([HB, D], gl.float32, values)
+        async_copy.wait_group(1)
+        fence_async_shared()
+        _barrier()
+        scores = warpgroup_mma(
+            q_tile, ring.index(0).permute((1, 0)), none, use_acc=False, is_async=True
+        )
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        for step in range(begin, end - 1):
+            slot = (step - begin) % 2
+            weight, above = _weights(scores, step, count, factor, peak, N, columns)
+            fade = gl.exp2(peak - above)
+            peak = above
+            total = total * fade[:, None] + weight
+            p_tile.store(weight.to(q.dtype.element_ty))
+            mixed = mixed * gl.convert_layout(fade, gl.SliceLayout(1, values))[:, None]
+            async_copy.wait_group(0)
+            fence_async_shared()
+            _barrier()
+            mixed = warpgroup_mma(p_tile, ring.index(slot), mixed, is_async=True)
+            scores = warpgroup_mma(
+                q_tile, ring.index(1 - slot).permute((1, 0)), none, use_acc=False, is_async=True
+            )
+            mixed = warpgroup_mma_wait(1, deps=[mixed])
+            _barrier()
+            _copy(ring.index(slot), cache + later[:, None] + lane)
+            async_copy.commit_group()
+            later = _places_of(mine, step + 3, last, N, rows)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+        weight, above = _weights(scores, end - 1, count, factor, peak, N, columns)
+        fade = gl.exp2(peak - above)
+        total = gl.sum(total * fade[:, None] + weight, axis=1)
+        p_tile.store(weight.to(q.dtype.element_ty))
+        mixed = mixed * gl.convert_layout(fade, gl.SliceLayout(1, values))[:, None]
+        async_copy.wait_group(0)
+        fence_async_shared()
+        _barrier()
+        mixed = warpgroup_mma(p_tile, ring.index((end - 1 - begin) % 2), mixed, is_async=True)
+        if SPLITS == 1:
+            sink = gl.load(sinks + head) * 1.4426950408889634
+            highest = gl.maximum(above, sink)
+            fade = gl.exp2(above - highest)
+            scale = fade / (total * fade + gl.exp2(sink - highest))
+            position = gl.load(positions + t)
+            mixed = warpgroup_mma_wait(0, deps=[mixed])
+            result = mixed * gl.convert_layout(scale, gl.SliceLayout(1, values))[:, None]
+            result = _turned_back(result, cos_sin, position, D, R)
+            # Through the queries' place, so that a warp writes whole lines.
+            q_tile.store(gl.convert_layout(result, values).to(q.dtype.element_ty))
+            _barrier()
+            to = out + (t.to(gl.int64) * H + block * HB) * D
+            gl.store(to + gl.arange(0, HB, rows)[:, None] * D + lane, q_tile.load(move))
+        else:
+            place = (t.to(gl.int64) * H + head) * SPLITS + part
+            gl.store(peaks + place, above)
+            gl.store(totals + place, total)
+            mixed = warpgroup_mma_wait(0, deps=[mixed])
+            row = (t.to(gl.int64) * H + block * HB) * SPLITS + part
+            row += gl.arange(0, HB, gl.SliceLayout(1, values)) * SPLITS
+            column = gl.arange(0, D, gl.SliceLayout(0, values))
+            gl.store(parts + row[:, None] * D + column[None, :], mixed)
+    elif SPLITS > 1:
+        gl.store(peaks + (t.to(gl.int64) * H + head) * SPLITS + part,
+                 gl.full([HB], float("-inf"), gl.float32, gl.SliceLayout(1, logits)))  # fmt: skip
