@@ -20,10 +20,11 @@ SHAPE = {
 }  # fmt: skip
 
 
-def _by_hand(splits: int) -> Variant:
+def _by_hand(splits: int, kind: str = "") -> Variant:
+    """`kind` ``-fp8``: what a chunk of scaled latents is read with once they are decoded."""
     return Variant(
-        impl="attn_sparse/triton-wgmma",
-        name=f"sparse-wgmma-{splits}",
+        impl=f"attn_sparse/triton-wgmma{kind}",
+        name=f"sparse-wgmma{kind}-{splits}",
         kernel="metainfer.ops.attn_sparse.triton_wgmma:sparse_kernel",
         args={
             "q": "*bf16", "cache": "*bf16", "places": "*i64", "counts": "*i32", "sinks": "*fp32",
@@ -121,6 +122,7 @@ def _pages(scaled: int, targets: tuple[str, ...]) -> Variant:
 
 VARIANTS = (
     *(_by_hand(splits) for splits in (1, 16)),
+    _by_hand(1, "-fp8"),
     _sparse(FEW, 16, 0, ON_HOPPER, few=True),
     *(_sparse(WGMMA, splits, 0, ON_HOPPER) for splits in (1, 16)),
     *(_sparse(WGMMA_SCALED, splits, 1, ON_HOPPER) for splits in (1, 16)),
