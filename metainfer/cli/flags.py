@@ -92,6 +92,7 @@ INTENT_FIELDS = {
     "--adapter": "adapters",
     "--no-prefix-cache": "prefix_cache",
     "--no-graphs": "graphs",
+    "--no-overlap": "overlap",
     "--draft": "draft",
     "--grammar-backend": "grammar",
     "--model-option": "model_options",
@@ -187,6 +188,9 @@ class EngineFlags:
     no_graphs: Annotated[bool, _flag("--no-graphs", text="capture no steps, launch op by op")] = (
         False
     )
+    no_overlap: Annotated[
+        bool, _flag("--no-overlap", text="read each step before the next is launched")
+    ] = False
     draft: Annotated[
         str | None,
         _flag(
@@ -240,6 +244,7 @@ class EngineFlags:
             threads=self.threads,
             prefix_cache=not self.no_prefix_cache,
             graphs=not self.no_graphs,
+            overlap=not self.no_overlap,
             draft=self.draft,
             grammar=self.grammar_backend,
             model_options=parse_pairs(self.model_option, "--model-option"),

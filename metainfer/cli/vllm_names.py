@@ -203,6 +203,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias(names=("--tokenizer",), refused="the tokenizer is read from the model's own files"),
     Alias(names=("--hf-overrides",), refused="a model's configuration is taken as it is"),
     Alias(names=("--enforce-eager",), ours="--no-graphs", takes=False),
+    Alias(names=("--no-async-scheduling",), ours="--no-overlap", takes=False),
     Alias(names=("--swap-space",), refused="there is no cache outside the device yet"),
     Alias(names=("--cpu-offload-gb",), refused="weights are not kept outside the device"),
     Alias(names=("--no-enable-chunked-prefill",), refused="prompts are always cut", takes=False),

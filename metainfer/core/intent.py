@@ -32,6 +32,7 @@ DECISIONS: Mapping[str, str] = {
     "threads": "threads",
     "prefix_cache": "prefix_cache",
     "graphs": "graph_buckets",
+    "overlap": "overlap",
     "grammar": "grammar",
     "draft": "draft",
     "model_options": "model",
@@ -64,10 +65,11 @@ class Intent:
     ranks on the first card, to prove a layout. `rank_of`, `of_machine`: run one rank of so many of
     a named machine, its peers emulated.
     `adapters`: name -> folder of a LoRA adapter.
-    `prefix_cache`: reuse of cached prefixes. `graphs`: steps may be captured. `draft`: speculation,
-    ``off``, ``ngram:N`` or ``mtp:N``. `grammar`: the grammar library. `model_options`: switches of
-    the model's family, where its published code and its deployments differ. `said`: field -> where
-    its value came from, in words, where it was not simply a flag.
+    `prefix_cache`: reuse of cached prefixes. `graphs`: steps may be captured. `overlap`: these may
+    be launched before the one ahead was read. `draft`: speculation, ``off``, ``ngram:N`` or
+    ``mtp:N``. `grammar`: the grammar library. `model_options`: switches of the model's family,
+    where its published code and its deployments differ. `said`: field -> where its value came from,
+    in words, where it was not simply a flag.
     """
 
     model: str
@@ -85,6 +87,7 @@ class Intent:
     threads: int | None = None
     prefix_cache: bool = True
     graphs: bool = True
+    overlap: bool = True
     draft: str | None = None
     grammar: str | None = None
     model_options: Mapping[str, str] = field(default_factory=dict)

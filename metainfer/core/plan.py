@@ -140,8 +140,9 @@ class OpPlan:
 class Plan:
     """One engine, decided. `phase_layout`: phase class -> layout name. `ops`: ``site@phase``.
     `graph_buckets`: token counts at which decode is captured; empty: it runs op by op. `graphs`:
-    all captured steps, in the order of capture. `adapters`: in the order of their places.
-    `emulated`: which rank of how many of which machine this is, where its peers are a stand-in;
+    all captured steps, in the order of capture. `overlap`: a captured step may be launched before
+    the one ahead of it was read. `adapters`: in the order of their places. `emulated`: which rank
+    of how many of which machine this is, where its peers are a stand-in;
     such a plan answers nothing."""
 
     model: ModelPlan
@@ -160,6 +161,7 @@ class Plan:
     ops: Mapping[str, OpPlan]
     graph_buckets: tuple[int, ...]
     graphs: tuple[StepGraph, ...]
+    overlap: bool
     limits: Limits
     draft: DraftPlan
     ledger: tuple[LedgerRow, ...]

@@ -75,6 +75,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a draw depends on the tokens before it in another way than through the model."""
+        neutral = not (self.presence_penalty or self.frequency_penalty or self.bad_words)
+        return not neutral or self.repetition_penalty != 1.0
+
     def check(self, vocab_size: int) -> None:
         """Refuse values outside their range.
 

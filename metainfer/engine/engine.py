@@ -1,4 +1,4 @@
-"""The engine: one loop turn is schedule, execute, commit. Knows tokens, not text; no sockets.
+"""The engine: one loop turn is schedule, launch, read, commit. Knows tokens, not text; no sockets.
 
 `start` resolves the plan, loads, warms up and runs a step at the advertised limits; only then is
 the engine ready. Everything it decided is in `plan_json`.
@@ -84,7 +84,9 @@ class Engine:
         self._steps: Steps | None = None
         self.compiles = CompileWatch(self._compiled_late)
         self.resolved: Resolved | None = None
-        self.on_step: Callable[[StepPlan, float], None] | None = None  # a plan, and its whole turn
+        self.on_step: Callable[[StepPlan, float], None] | None = (
+            None  # a plan read, and its whole turn
+        )
 
     # -- start -------------------------------------------------------------------------------------
 
@@ -129,6 +131,7 @@ class Engine:
             self._recorder,
             StackTimer(self._guards.hang_after_s),
             self._on_fault,
+            ahead=resolved.plan.overlap,
         )
         plan = resolved.plan
         self.compiles.open()
@@ -258,17 +261,18 @@ class Engine:
     def step(self) -> tuple[list[RequestOutput], EngineStats]:
         """One turn of the loop: at most one output per request.
 
+        Where the plan says `overlap`, the next step is launched before this turn's was read.
+
         Raises:
             InternalError: an invariant broke; the engine must not go on.
         """
         assert self._steps is not None
         begin = time.perf_counter()
         outputs = self._admit_ready()
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            outputs += self._steps.run(plan)
-            if self.on_step is not None:
-                self.on_step(plan, time.perf_counter() - begin)
+        plan, came = self._steps.turn()
+        outputs += came
+        if plan is not None and self.on_step is not None:
+            self.on_step(plan, time.perf_counter() - begin)
         for output in outputs:
             if output.finish is not None:
                 self._desk.forget(output.request_id)
@@ -320,6 +324,8 @@ class Engine:
             non_finite=counters.non_finite,
             abandoned_steps=counters.abandoned,
             emulated_calls=waited.calls if waited is not None else 0,
+            overlapped_steps=getattr(self._executor, "overlapped", 0),
+            step_waits=dict(getattr(self._executor, "waits", {})),
             emulated_wait_s=waited.us / 1e6 if waited is not None else 0.0,
         )
 

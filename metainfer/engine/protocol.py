@@ -77,6 +77,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     cache_alarms: tuple[str, ...] = ()  # why the prefix cache looks broken
     non_finite: int = 0  # requests that met NaN or infinity
     abandoned_steps: int = 0  # steps for which memory did not suffice
+    overlapped_steps: int = 0  # launched before the step ahead of them was read
+    step_waits: dict[str, int] = {}  # steps that had to wait for the one ahead, by reason
     emulated_calls: int = 0  # collectives of which all peers were a stand-in
     emulated_wait_s: float = 0.0  # seconds in them, none of which overlapped with compute
 

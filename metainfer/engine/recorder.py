@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,14 +47,16 @@ class FlightRecorder:
     def __init__(self, block: Block | None = None) -> None:
         self.block = memoryview(bytearray(SIZE)) if block is None else block
         self._begun = self._ended = self._noted = 0
-        self._names: dict[int, str] = {}  # slot -> hash
+        self._names: dict[int, str] = {}  # slot -> hash; a step that changes them makes a new one
+        self._open: deque[tuple[int, dict[int, str]]] = deque()  # step, names; oldest first
+        self._since = 0.0  # when the oldest open step became that
         self._pack = msgspec.msgpack.Encoder().encode
-        self._head(-1, False)
+        self._head()
 
     def begin(self, plan: StepPlan) -> None:
-        """The plan is about to be executed."""
-        for slot in plan.released:
-            self._names.pop(slot, None)
+        """The plan is about to be executed, behind those that have not ended."""
+        if plan.released or plan.new:
+            self._names = {s: n for s, n in self._names.items() if s not in plan.released}
         entered = []
         for new in plan.new:
             self._names[new.slot] = name = hashed(new.request_id)
@@ -79,7 +82,10 @@ class FlightRecorder:
         start = at + _LENGTHS.size
         self.block[start : start + len(body)] = body
         self._begun += 1
-        self._head(plan.step, True)
+        if not self._open:
+            self._since = time.monotonic()
+        self._open.append((plan.step, self._names))
+        self._head()
 
     def _segment(self, segment: Segment, most: int) -> tuple[Any, ...]:
         runs = [run for rank in segment.ranks for run in rank.runs]
@@ -88,31 +94,40 @@ class FlightRecorder:
         return segment.phase.value, segment.layout, segment.bucket, len(runs), tokens, listed
 
     def _run(self, run: TokenRun) -> tuple[Any, ...]:
-        return self.name_of(run.slot), run.slot, run.start, len(run.tokens), run.drafts, run.samples
+        return (
+            self._names.get(run.slot, ""),
+            run.slot,
+            run.start,
+            len(run.tokens),
+            run.drafts,
+            run.samples,
+        )
 
     def name_of(self, slot: int) -> str:
-        """The hash of the request that holds `slot`."""
-        return self._names.get(slot, "")
+        """The hash of the request that holds `slot` in the oldest open step."""
+        return self._open[0][1].get(slot, "")
 
     def end(self, result: StepResult) -> None:
-        """The step gave `result`."""
+        """The oldest open step gave `result`."""
         faults = [(self.name_of(run.slot), run.code or "fault") for run in result.runs if run.error]
         drawn = sum(len(run.tokens) for run in result.runs)
         self._finish((result.seconds, drawn, faults[:16], ""))
 
     def failed(self, error: BaseException) -> None:
-        """The step raised; the kind of error is kept, its text is not."""
+        """The oldest open step raised; the kind of error is kept, its text is not."""
         self._finish((0.0, 0, (), type(error).__name__))
 
     def _finish(self, outcome: tuple[Any, ...]) -> None:
-        at = self._place(self._begun - 1)
+        at = self._place(self._ended)
         length, _ = _LENGTHS.unpack_from(self.block, at)
         body = self._pack(outcome)
         start = at + _LENGTHS.size + _PLAN_BYTES
         self.block[start : start + len(body)] = body
         _LENGTHS.pack_into(self.block, at, length, len(body))
         self._ended += 1
-        self._head(-1, False)
+        self._open.popleft()
+        self._since = time.monotonic()
+        self._head()
 
     def note(self, kind: str, text: str, **numbers: object) -> None:
         """An event: `text` is ours, never a user's."""
@@ -124,14 +139,15 @@ class FlightRecorder:
         self.block[start : start + len(body)] = body
         _LENGTHS.pack_into(self.block, at, len(body), 0)
         self._noted += 1
-        self._head(-1, False)
+        self._head()
 
     def _place(self, number: int) -> int:
         return _HEAD_BYTES + number % STEPS * _STEP_BYTES
 
-    def _head(self, step: int, busy: bool) -> None:
+    def _head(self) -> None:
         counts = (self._begun, self._ended, self._noted)
-        _HEAD.pack_into(self.block, 0, _MAGIC, *counts, step, time.monotonic(), busy)
+        step = self._open[0][0] if self._open else -1
+        _HEAD.pack_into(self.block, 0, _MAGIC, *counts, step, self._since, bool(self._open))
 
 
 def in_flight(block: Block) -> tuple[int, float] | None:
@@ -142,18 +158,19 @@ def in_flight(block: Block) -> tuple[int, float] | None:
 
 def read(block: Block) -> dict[str, Any]:
     """The block as plain data, oldest first. What was half written is left out."""
-    magic, begun, _, noted, _, _, busy = _HEAD.unpack_from(block, 0)
+    magic, begun, ended, noted, _, _, busy = _HEAD.unpack_from(block, 0)
     if magic != _MAGIC:
         return {"steps": [], "events": [], "in_flight": None}
-    steps = list(_steps(block, begun, busy))
+    steps = list(_steps(block, begun, ended))
+    open_ = (step for step in steps if "outcome" not in step)
     return {
         "steps": steps,
         "events": list(_events(block, noted)),
-        "in_flight": steps[-1] if busy and steps and "outcome" not in steps[-1] else None,
+        "in_flight": next(open_, None) if busy else None,
     }
 
 
-def _steps(block: Block, begun: int, busy: bool) -> Iterator[dict[str, Any]]:
+def _steps(block: Block, begun: int, ended: int) -> Iterator[dict[str, Any]]:
     for number in range(max(0, begun - STEPS), begun):
         at = _HEAD_BYTES + number % STEPS * _STEP_BYTES
         length, rest = _LENGTHS.unpack_from(block, at)
@@ -161,7 +178,7 @@ def _steps(block: Block, begun: int, busy: bool) -> Iterator[dict[str, Any]]:
         try:
             plan = msgspec.msgpack.decode(block[start : start + length])
             found = _plan(plan)
-            if rest and not (busy and number == begun - 1):
+            if rest and number < ended:
                 tail = start + _PLAN_BYTES
                 found["outcome"] = _outcome(msgspec.msgpack.decode(block[tail : tail + rest]))
         except (msgspec.DecodeError, ValueError, TypeError, IndexError):

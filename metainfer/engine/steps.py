@@ -12,6 +12,7 @@ import gc
 import re
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,13 +36,19 @@ _SIZE = re.compile(r"allocate (\d[\d.]* ?(?:[KMGT]i?B|bytes))")
 
 
 class Device(Protocol):
-    """An executor of one process; ranks answer as a group and cannot go on alone."""
+    """An executor. Ranks answer as a group: they are read at once and cannot go on alone."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+    @property
+    def unread(self) -> bool: ...
 
 
 class Steps:
-    """Runs plans for an engine. `tell` hands faults to whoever keeps records."""
+    """Schedules, launches and reads steps for an engine. `ahead`: the next one may be launched
+    before the latest was read (ADR 0033). `tell` hands faults to whoever keeps records."""
 
     def __init__(
         self,
@@ -50,37 +57,80 @@ class Steps:
         recorder: FlightRecorder,
         timer: StackTimer,
         tell: Callable[[Fault], None],
+        *,
+        ahead: bool = False,
     ) -> None:
         self._executor, self._scheduler = executor, scheduler
         self._recorder, self._timer, self._tell = recorder, timer, tell
+        self._ahead = ahead
+        self._open: deque[StepPlan] = deque()
+        self._failed: Exception | None = None  # why the latest open plan was not launched
         self.last_s = 0.0
 
-    def run(self, plan: StepPlan) -> list[RequestOutput]:
-        """Execute `plan` and commit what came of it.
+    def turn(self) -> tuple[StepPlan | None, list[RequestOutput]]:
+        """Launch what may run, then take in the oldest open step: its plan, and what came of it.
 
         Raises:
             InternalError: an invariant broke; the engine must not go on.
         """
+        if not self._open:
+            self._launch()
+        if self._ahead and self._may_follow:
+            self._launch()
+        if not self._open:
+            return None, []
+        plan = self._open.popleft()
+        return plan, self._take(plan)
+
+    @property
+    def _may_follow(self) -> bool:
+        """Whether a step may be launched behind an open one: that one is still under way, and no
+        step's requests are being tried one by one."""
+        under_way = len(self._open) == 1 and self._failed is None and self._executor.unread
+        return under_way and self._scheduler.trials.wanted is None
+
+    def _launch(self) -> None:
+        """Schedule and launch a step, where one is due. What fails here fails in its turn, when the
+        step ahead of it has been taken in."""
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return
         self._recorder.begin(plan)
         self._timer.begin()
+        self._open.append(plan)
         try:
-            result = self._executor.execute(plan)
-        except Exception as error:
-            self._recorder.failed(error)
-            if not (is_out_of_memory(error) and hasattr(self._executor, "free_memory")):
-                raise
-            asked = _SIZE.search(str(error))
-            # The frames below hold the tensors that filled the memory.
-            traceback.clear_frames(error.__traceback__)
-            size = asked[1] if asked else ""
-        else:
-            self._recorder.end(result)
-            self.last_s = result.seconds
-            for run in result.runs:
-                if run.code == NON_FINITE:
-                    self._locate(plan, run.slot)
-            return self._scheduler.commit(result)
-        return self._give_up(plan, size)
+            self._executor.submit(plan)
+        except Exception as error:  # noqa: BLE001 - raised by `_take`, after the step ahead
+            self._failed = error
+
+    def _take(self, plan: StepPlan) -> list[RequestOutput]:
+        """Commit what came of the oldest step; `self._open` has those behind it."""
+        error, result = None, None
+        if not self._open:
+            error, self._failed = self._failed, None
+        if error is None:
+            try:
+                result = self._executor.collect()
+            except Exception as cause:  # noqa: BLE001 - raised below unless memory was short
+                error = cause
+        if result is None:
+            assert error is not None
+            return self._survive(plan, error)
+        for run in result.runs:
+            if run.code == NON_FINITE:
+                self._locate(plan, run.slot)
+        self._recorder.end(result)
+        self.last_s = result.seconds
+        return self._scheduler.commit(result)
+
+    def _survive(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+        self._recorder.failed(error)
+        if not (is_out_of_memory(error) and hasattr(self._executor, "free_memory")):
+            raise error
+        asked = _SIZE.search(str(error))
+        # The frames below hold the tensors that filled the memory.
+        traceback.clear_frames(error.__traceback__)
+        return self._give_up(plan, asked[1] if asked else "")
 
     def _give_up(self, plan: StepPlan, asked: str) -> list[RequestOutput]:
         gc.collect()
@@ -113,7 +163,9 @@ class Steps:
         request = self._recorder.name_of(slot)
         where = "this executor cannot look for the place"
         place = None
-        if locate is not None:
+        if any(slot in later.released for later in self._open):
+            where = "its request has left"
+        elif locate is not None:
             try:
                 place = locate(plan, slot)
                 where = f"first at {place}" if place is not None else "not so when computed again"

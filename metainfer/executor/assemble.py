@@ -112,5 +112,6 @@ def assemble(
             model_drafts=drafter,
             adapters=arch.adapters.count if arch.adapters else 0,
             prompts=prompt_ranks(model, parts, store, resolved.groups, place, ranks, device),
+            overlap=plan.overlap,
         )
     )

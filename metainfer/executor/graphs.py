@@ -140,6 +140,10 @@ class StaticSteps:
         self.replays[segment.phase] = self.replays.get(segment.phase, 0) + 1
         return held.out
 
+    def holds(self, segment: Segment) -> bool:
+        """Whether a bucket was captured that holds the segment."""
+        return self._bucket(segment, segment.ranks[0]) is not None
+
     def _draws(self, phase: Phase) -> bool:
         """Whether the sampler of `phase` can be captured."""
         return any(

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from metainfer.core.errors import InternalError
 from metainfer.core.step import NO_ADAPTER, PENDING, RankTokens, TokenRun
 from metainfer.executor.slots import SlotTable
 from metainfer.executor.speculative import drafts_of
@@ -67,7 +68,11 @@ class HostInputs:
 
 
 def build(rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec]) -> HostInputs:
-    """Inputs of one rank's part of a segment. `PENDING` ids are the slot's latest token."""
+    """Inputs of one rank's part of a segment. `PENDING` ids are the slot's latest token.
+
+    Raises:
+        InternalError: one of them was not read yet.
+    """
     runs = rank.runs
     lengths = np.fromiter((len(run.tokens) for run in runs), np.int64, len(runs))
     starts = np.fromiter((run.start for run in runs), np.int64, len(runs))
@@ -99,6 +104,8 @@ def build(rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec]) -> Ho
         pads.append(-1)
     ids = np.zeros(total, np.int64)
     ids[:real] = step_ids(runs, table)
+    if PENDING in ids:
+        raise InternalError("an id is on the device alone, and the step is built on the host")
     places = adapter_places(runs, table)
     return HostInputs(
         ids,
@@ -141,14 +148,17 @@ def _entries(
 
 
 def step_ids(runs: Sequence[TokenRun], table: SlotTable) -> Ints:
-    """The ids of all tokens of `runs`, what the slots know in place of `PENDING`."""
+    """The ids of all tokens of `runs`, what the slots know in place of `PENDING`.
+
+    `PENDING` stays where the slot's latest draw was not read yet.
+    """
     ids = np.zeros(sum(len(run.tokens) for run in runs), np.int64)
     at = 0
     for run in runs:
         end = at + len(run.tokens)
         ids[at:end] = run.tokens
-        if run.tokens[0] == PENDING:
-            ids[at] = table.states[run.slot].tokens[run.start]
+        if run.tokens[0] == PENDING and run.start < len(known := table.states[run.slot].tokens):
+            ids[at] = known[run.start]
         if run.drafts:
             ids[end - run.drafts : end] = drafts_of(run, table.states[run.slot])
         at = end

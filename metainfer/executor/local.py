@@ -1,16 +1,15 @@
 """One process, one device: the executor behind `generate`, the CPU server and a single GPU.
 
-It is given weights and caches; `warm` runs every phase and captures the graphs, `execute` advances
-by one step plan. Nothing is compiled or chosen after `warm`: the step looks functions up in the
-plan's table.
+It is given weights and caches; `warm` runs every phase and captures the graphs, `submit` launches
+one step plan, `collect` reads what came of it. Nothing is compiled or chosen after `warm`: the step
+looks functions up in the plan's table.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,12 +36,14 @@ from metainfer.core.step import (
 from metainfer.executor.finite import FiniteTrace, Place, owners_of
 from metainfer.executor.graphs import Capture, CudaCapture, StaticSteps, rows_of
 from metainfer.executor.inputs import build
+from metainfer.executor.late import DRAFTS, OP_BY_OP, Launched, Settle, Stretch, asked
 from metainfer.executor.prompts import PromptRanks
 from metainfer.executor.protocol import NanGuard
-from metainfer.executor.sampler import fail_silent, finish_runs
+from metainfer.executor.sampler import fail_silent, launch_draws
 from metainfer.executor.slots import OpenGrammar, SlotTable
 from metainfer.executor.speculative import ModelDrafts, propose
 from metainfer.executor.static import DeviceTables
+from metainfer.executor.transfer import to_host, wait_for
 from metainfer.kernels.table import OpTable
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.pools import KVStore
@@ -60,7 +61,8 @@ MOST_OPEN = 2
 class LocalParts:
     """What an executor runs on, put together by `executor.assemble`. `drafts`: most in a run.
     `graphs`: what is captured, in this order. `adapters`: how many are loaded. `prompts`: who
-    computes chunks whose rows ranks share."""
+    computes chunks whose rows ranks share. `overlap`: a captured step may be launched before the
+    one ahead of it was read."""
 
     model: Any
     ops: OpTable
@@ -77,6 +79,7 @@ class LocalParts:
     model_drafts: ModelDrafts | None = None
     adapters: int = 0
     prompts: PromptRanks | None = None
+    overlap: bool = False
 
 
 class LocalExecutor:
@@ -89,7 +92,9 @@ class LocalExecutor:
         self._static: StaticSteps | None = None
         self._op_by_op = False
         self.capture: Capture = CudaCapture()  # how steps are captured
-        self._open: deque[StepResult] = deque()
+        self._open: deque[Launched] = deque()
+        self.overlapped = 0  # steps launched before the one ahead was read
+        self.waits: Counter[str] = Counter()  # steps that waited for the one ahead, by reason
         self.nan_guard = NanGuard.LOGITS  # set it before `warm`
         self.emulated: EmulatedRanks | None = None  # where this is one rank without its peers
 
@@ -134,39 +139,67 @@ class LocalExecutor:
                 self._static.capture(graph)
 
     def submit(self, plan: StepPlan) -> None:
-        """Run one plan; its result waits for `collect`. At most two are open.
+        """Launch one plan. At most two are open.
+
+        It is read at once where nothing may be launched behind it, and the plan ahead of it is read
+        first where this one needs to know more than the device does (`waits`).
 
         Raises:
             InternalError: the plan contradicts what this executor holds, or three are open.
         """
         if len(self._open) >= MOST_OPEN:
             raise InternalError("three plans are open")
-        self._open.append(self._run(plan))
+        why = self._why_alone(plan)
+        if self.unread:
+            if cause := why or self._why_asked(plan):
+                self.waits[cause] += 1
+                self._open[-1].result()
+            else:
+                self.overlapped += 1
+        launched = self._launch(plan)
+        self._open.append(launched)
+        if why:
+            launched.result()
+
+    @property
+    def unread(self) -> bool:
+        """Whether the latest open plan is still on its way."""
+        return bool(self._open) and self._open[-1].unread
 
     def collect(self) -> StepResult:
-        """The result of the oldest open plan."""
-        return self._open.popleft()
+        """The result of the oldest open plan; waits for it."""
+        return self._open.popleft().result()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """`submit` and `collect` in one call."""
         self.submit(plan)
         return self.collect()
 
+    def _why_alone(self, plan: StepPlan) -> str:
+        """Why a step neither follows one that was not read nor is followed before it was."""
+        static = self._static if self._parts.overlap else None
+        if static is None or not all(map(static.holds, plan.segments)):
+            return OP_BY_OP
+        return DRAFTS if any(segment.drafts for segment in plan.segments) else ""
+
+    def _why_asked(self, plan: StepPlan) -> str:
+        runs = [run for segment in plan.segments for run in segment.ranks[0].runs]
+        return asked(runs, self._slots)
+
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> StepResult:
-        begin = time.perf_counter()
+    def _launch(self, plan: StepPlan) -> Launched:
+        launched = Launched(plan, stretch := Stretch(self._parts.device))
         self._slots.apply(plan)
         if self._tables is not None:
             self._tables.apply(plan)
         parts = self._parts
         parts.store.copy_pages(plan.copies)
         parts.store.move_states(plan.moves)
-        results: list[RunResult] = []
         if isinstance(parts.ops.trace, FiniteTrace):
             parts.ops.trace.start()
-        for segment in plan.segments:
-            results += self._segment(segment)
-        return StepResult(plan.step, tuple(results), time.perf_counter() - begin)
+        launched.parts = [self._segment(segment) for segment in plan.segments]
+        stretch.end()
+        return launched
 
     @torch.inference_mode()
     def locate(self, plan: StepPlan, slot: int) -> Place | None:
@@ -229,11 +262,12 @@ class LocalExecutor:
         self._open.clear()
         self._static = None
 
-    def _segment(self, segment: Segment) -> list[RunResult]:
+    def _segment(self, segment: Segment) -> Settle:
         parts, guard = self._parts, self.nan_guard is not NanGuard.OFF
         phase_ops = parts.ops.phase(segment.phase)
         if parts.prompts is not None and segment.phase is Phase.CHUNK:
-            return parts.prompts.run(segment, self._slots, phase_ops, guard=guard)
+            results = parts.prompts.run(segment, self._slots, phase_ops, guard=guard)
+            return lambda: results
         if len(segment.ranks) != 1:
             raise InternalError(f"one rank was given {len(segment.ranks)} token lists")
         rank = segment.ranks[0]
@@ -260,19 +294,33 @@ class LocalExecutor:
         hidden: Any,
         inputs: SegmentInputs,
         best: SampleOutput | None = None,
-    ) -> list[RunResult]:
+    ) -> Settle:
         """Draw, look at rows that show no logits, and let a model that drafts propose. `best`: what
         a captured step drew already, for rows that want the likeliest token."""
         parts, runs = self._parts, segment.ranks[0].runs
         ops, guard = parts.ops.phase(segment.phase), self.nan_guard is not NanGuard.OFF
-        results = [RunResult(run.slot) for run in runs]
+        draws = None
         if logits is not None and len(logits):
-            results = finish_runs(logits, runs, self._slots, ops, guard=guard, best=best)
-        if guard:
-            _check_silent_rows(finite, runs, results)
-        if parts.model_drafts is not None and segment.stop_layer == ALL_LAYERS:
-            propose(parts.model_drafts, hidden, inputs, runs, results, self._slots, ops)
-        return results
+            draws = launch_draws(logits, runs, self._slots, ops, best=best)
+            late = parts.overlap and not segment.drafts
+            if late and self._tables is not None and draws.drawn is not None:
+                self._tables.note(runs, draws.drawn)
+        silent = _silent_rows(finite, runs) if guard else None
+
+        def settle() -> list[RunResult]:
+            results = [RunResult(run.slot) for run in runs]
+            if draws is not None:
+                results = draws.settle(guard=guard)
+            if silent is not None:
+                fail_silent(silent.tolist(), runs, results)
+            return results
+
+        if parts.model_drafts is None or segment.stop_layer != ALL_LAYERS:
+            return settle
+        wait_for(parts.device)
+        results = settle()
+        propose(parts.model_drafts, hidden, inputs, runs, results, self._slots, ops)
+        return lambda: results
 
     def _warm_segment(self, phase: Phase, runs: Sequence[tuple[int, int]]) -> None:
         """One segment of (start, length) runs whose pages are all page 0, which nobody owns."""
@@ -306,12 +354,12 @@ class LocalExecutor:
         self._slots.apply(StepPlan(0, (), released=tuple(slots)))
 
 
-def _check_silent_rows(
-    finite: Callable[[], torch.Tensor | None], runs: Sequence[TokenRun], results: list[RunResult]
-) -> None:
-    """`fail_silent`; `finite` gives bool [T] of the whole segment: one flag per token comes to the
-    host. None: the step looks at logits alone.
+def _silent_rows(
+    finite: Callable[[], torch.Tensor | None], runs: Sequence[TokenRun]
+) -> torch.Tensor | None:
+    """What `fail_silent` takes, on its way to the host: `finite` gives bool [T] of the whole
+    segment, one flag per token. None: the step looks at logits alone.
     """
     if all(len(run.tokens) <= run.logits for run in runs) or (found := finite()) is None:
-        return
-    fail_silent(found.tolist(), runs, results)
+        return None
+    return to_host(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,12 @@ from metainfer.core.request import SamplingParams
 from metainfer.core.step import NON_FINITE, RunResult, TokenLogprobs, TokenRun
 from metainfer.executor.slots import SlotState, SlotTable
 from metainfer.executor.speculative import accepted, drafts_of
-from metainfer.executor.transfer import to_device
+from metainfer.executor.transfer import to_device, to_host, wait_for
 from metainfer.kernels.table import PhaseOps
 from metainfer.ops.sample.inputs import NO_LOGPROBS, SampleInputs, SampleOutput, count_tokens
 from metainfer.ops.sample.ref import best
+
+_FAULT = 1 << 32
 
 SCORED_ROWS = 128
 """Prompt rows scored at once: each holds a few float32 copies of the vocabulary while it is."""
@@ -34,90 +36,123 @@ class _Row:
     """One row of logits that draws a token, behind `ahead`: the drafts of its run before it.
 
     The row counts only if all of these are accepted, so it draws as if they had been: they are part
-    of its history, its number of draws and its number of generated tokens.
+    of its history, its number of draws and its number of generated tokens. `index`: draws before
+    this one, over the request's life; `generated`: tokens generated before it. Both count draws
+    that are under way when the row is made.
     """
 
     state: SlotState
     ahead: tuple[int, ...]
+    index: int = field(init=False)
+    generated: int = field(init=False)
 
-    @property
-    def index(self) -> int:
-        """How many draws came before, over the request's life."""
-        return self.state.sampled + len(self.ahead)
-
-    @property
-    def generated(self) -> int:
-        """Tokens generated before this one."""
-        return len(self.state.tokens) - self.state.prompt_len + len(self.ahead)
+    def __post_init__(self) -> None:
+        state, before = self.state, self.state.awaited + len(self.ahead)
+        self.index = state.sampled + before
+        self.generated = len(state.tokens) - state.prompt_len + before
 
 
-def finish_runs(
+@dataclass(slots=True)
+class Draws:
+    """Draws under way for a segment's runs; `settle` reads them. Runs and the states of their slots
+    stay as they were at the launch, whoever holds the slots by then.
+
+    `output`: the draws of `rows`, on their way to the host; `drawn`: their tokens on the device,
+    int64 [rows]. Both None where no run samples. `proposed`: the drafts of each run, `prompt`: its
+    log-probabilities of prompt tokens.
+    """
+
+    runs: Sequence[TokenRun]
+    states: list[SlotState]
+    rows: list[_Row]
+    proposed: list[tuple[int, ...]]
+    prompt: list[tuple[TokenLogprobs, ...]]
+    output: _Arriving | None
+    drawn: Tensor | None
+
+    def settle(self, *, guard: bool = True) -> list[RunResult]:
+        """Hand each run its tokens, and append them to its history as far as drafts were accepted.
+
+        A broken row is a fault only if its draw counts: behind a rejected draft it may hold
+        anything. `guard` False lets it pass.
+        """
+        output = None if self.output is None else self.output.here()
+        tokens = [] if output is None else output.tokens.tolist()
+        bad = [] if output is None else output.bad.tolist()
+        results, row = [], 0
+        for number, run in enumerate(self.runs):
+            count = 1 + run.drafts if run.samples else 0
+            span = slice(row, row + count)
+            row += count
+            state, prompt = self.states[number], self.prompt[number]
+            state.awaited -= run.samples
+            kept = tokens[span]
+            kept = kept[: accepted(self.proposed[number], kept) + 1]
+            if state.grammar is not None and state.grammar.fault:
+                error = f"its grammar cannot be followed any more: {state.grammar.fault}"
+                results.append(RunResult(run.slot, error=error))
+                continue
+            flagged = any(bad[span.start : span.start + len(kept)])
+            if flagged and _nothing_allowed(self.rows[span][: len(kept)]):
+                whose = (
+                    "its grammar leaves" if state.grammar is not None else "its own bounds leave"
+                )
+                results.append(RunResult(run.slot, error=f"{whose} no token"))
+                continue
+            if guard and (flagged or any(math.isnan(entry.logprob) for entry in prompt)):
+                results.append(broken(run.slot))
+                continue
+            if state.grammar is not None and kept:
+                state.grammar.accept(kept)
+            state.sampled += len(kept)
+            state.tokens.extend(kept)
+            reports = _reports(output, state.params, span.start, kept)
+            results.append(RunResult(run.slot, tuple(kept), reports, prompt, max(len(kept) - 1, 0)))
+        return results
+
+
+def launch_draws(
     logits: Tensor,
     runs: Sequence[TokenRun],
     table: SlotTable,
     ops: PhaseOps,
     *,
-    guard: bool = True,
     best: SampleOutput | None = None,
-) -> list[RunResult]:
-    """Draw for every sampling run and report prompt log-probabilities where asked.
+) -> Draws:
+    """Draw for every sampling run, and score prompt tokens where asked.
 
-    `logits` [R, V] holds the rows of all runs that need any, in order. Sampled tokens are appended
-    to the slots' histories, as far as drafts were accepted. A broken row is a fault only if its
-    draw counts: behind a rejected draft it may hold anything. `guard` False lets it pass. `best`:
-    the likeliest token of each row, where it is known already.
+    `logits` [R, V] holds the rows of all runs that need any, in order. `best`: the likeliest token
+    of each row, where it is known already.
     """
+    states = [table.states[run.slot] for run in runs]
+    proposed = [drafts_of(run, state) for run, state in zip(runs, states, strict=True)]
     rows: list[_Row] = []
     picks: list[int] = []
-    proposed: list[tuple[int, ...]] = []
     at = 0
-    for run in runs:
-        state = table.states[run.slot]
-        drafts = drafts_of(run, state)
-        proposed.append(drafts)
+    for run, state, drafts in zip(runs, states, proposed, strict=True):
         if run.samples:
             first = at + run.logits - 1 - run.drafts
             picks += range(first, first + 1 + run.drafts)
             rows += [_Row(state, drafts[:offset]) for offset in range(1 + run.drafts)]
+            state.awaited += 1
         at += run.logits
     drawn = logits
     if len(picks) != logits.shape[0]:
         drawn = logits[to_device(np.array(picks, np.int64), logits.device)]
-    output = _draw(drawn, gather(rows, logits.device), ops, best) if rows else None
-    prompt = _prompt_logprobs(logits, runs, table)
-    tokens, bad = [], []
-    if output is not None:
-        output = _to_host(output)
-        tokens, bad = output.tokens.tolist(), output.bad.tolist()
-    results, row = [], 0
-    for number, run in enumerate(runs):
-        count = 1 + run.drafts if run.samples else 0
-        span = slice(row, row + count)
-        row += count
-        state = table.states[run.slot]
-        kept = tokens[span]
-        kept = kept[: accepted(proposed[number], kept) + 1]
-        if state.grammar is not None and state.grammar.fault:
-            error = f"its grammar cannot be followed any more: {state.grammar.fault}"
-            results.append(RunResult(run.slot, error=error))
-            continue
-        flagged = any(bad[span.start : span.start + len(kept)])
-        if flagged and _nothing_allowed(rows[span][: len(kept)]):
-            whose = "its grammar leaves" if state.grammar is not None else "its own bounds leave"
-            results.append(RunResult(run.slot, error=f"{whose} no token"))
-            continue
-        if guard and (flagged or any(math.isnan(entry.logprob) for entry in prompt[number])):
-            results.append(broken(run.slot))
-            continue
-        if state.grammar is not None and kept:
-            state.grammar.accept(kept)
-        state.sampled += len(kept)
-        state.tokens.extend(kept)
-        reports = _reports(output, state.params, span.start, kept)
-        results.append(
-            RunResult(run.slot, tuple(kept), reports, prompt[number], max(len(kept) - 1, 0))
-        )
-    return results
+    prompt = _prompt_logprobs(logits, runs, states)
+    if not rows:
+        return Draws(runs, states, rows, proposed, prompt, None, None)
+    output = _draw(drawn, gather(rows, logits.device), ops, best)
+    return Draws(runs, states, rows, proposed, prompt, _Arriving.of(output), output.tokens)
+
+
+def finish_runs(
+    logits: Tensor, runs: Sequence[TokenRun], table: SlotTable, ops: PhaseOps, *, guard: bool = True
+) -> list[RunResult]:
+    """`launch_draws`, read at once."""
+    draws = launch_draws(logits, runs, table, ops)
+    wait_for(logits.device)
+    return draws.settle(guard=guard)
 
 
 def _draw(
@@ -285,18 +320,28 @@ def _mask(row: _Row) -> npt.NDArray[np.bool_] | None:
     return mask
 
 
-def _to_host(output: SampleOutput) -> SampleOutput:
-    """`output` on the host. Tokens and faults, all that most steps have, travel together."""
-    if output.tokens.device.type == "cpu":
-        return output
-    tokens, bad = torch.stack((output.tokens, output.bad.long())).cpu()
-    rest = {
-        field.name: value.cpu()
-        for field in dataclasses.fields(output)
-        if field.name not in ("tokens", "bad")
-        and (value := getattr(output, field.name)) is not None
-    }
-    return SampleOutput(tokens=tokens, bad=bad.bool(), **rest)
+@dataclass(slots=True)
+class _Arriving:
+    """Draws on their way to the host: `here` once the device has got there. Tokens and faults, all
+    that most steps have, travel as one number each: a fault above the 32 bits of its token."""
+
+    packed: Tensor
+    rest: dict[str, Tensor]
+
+    @staticmethod
+    def of(output: SampleOutput) -> _Arriving:
+        packed = torch.add(output.tokens, output.bad, alpha=_FAULT)
+        rest = {
+            each.name: to_host(value)
+            for each in dataclasses.fields(output)
+            if each.name not in ("tokens", "bad")
+            and (value := getattr(output, each.name)) is not None
+        }
+        return _Arriving(to_host(packed), rest)
+
+    def here(self) -> SampleOutput:
+        """On the host; waits for nothing."""
+        return SampleOutput(tokens=self.packed % _FAULT, bad=self.packed >= _FAULT, **self.rest)
 
 
 def _reports(
@@ -316,13 +361,12 @@ def _reports(
 
 
 def _prompt_logprobs(
-    logits: Tensor, runs: Sequence[TokenRun], table: SlotTable
+    logits: Tensor, runs: Sequence[TokenRun], states: Sequence[SlotState]
 ) -> list[tuple[TokenLogprobs, ...]]:
     """For runs that report the prompt: row of position p scores the prompt token at p + 1."""
     found: list[tuple[TokenLogprobs, ...]] = []
     at = 0
-    for run in runs:
-        state = table.states[run.slot]
+    for run, state in zip(runs, states, strict=True):
         wanted = state.params.prompt_logprobs
         first = run.end - run.logits
         targets = state.tokens[first + 1 : min(run.end + 1, state.prompt_len)]

@@ -18,6 +18,10 @@ from metainfer.core.step import NO_ADAPTER, NewRequest, StepPlan
 from metainfer.executor.speculative import Grammar
 from metainfer.kv.book.spec import GroupSpec
 
+GRAMMAR, HISTORY = "grammar", "history"
+"""Why a draw asks for all tokens before it: a grammar has to be told them · they are counted or
+compared (penalties, bad words)."""
+
 OpenGrammar = Callable[[GrammarSpec, Sequence[int]], Grammar]
 """A request's grammar, told what was generated before it entered."""
 
@@ -25,8 +29,9 @@ OpenGrammar = Callable[[GrammarSpec, Sequence[int]], Grammar]
 @dataclass(slots=True)
 class SlotState:
     """One running request. `tokens` = prompt and everything sampled; `sampled` counts draws over
-    the request's whole life, preemptions included. `proposals`: what a model that drafts made of
-    the latest run; `grammar` narrows what may be drawn; `adapter`: its place, for life."""
+    the request's whole life, preemptions included; `awaited`: draws under way, which neither has
+    yet. `proposals`: what a model that drafts made of the latest run; `grammar` narrows what may be
+    drawn; `adapter`: its place, for life. `asks`: why a draw asks for all tokens before it."""
 
     request_id: str
     params: SamplingParams
@@ -38,6 +43,13 @@ class SlotState:
     proposals: list[int] = field(default_factory=list)
     grammar: Grammar | None = None
     adapter: int = NO_ADAPTER
+    awaited: int = 0
+
+    @property
+    def asks(self) -> str:
+        if self.grammar is not None:
+            return GRAMMAR
+        return HISTORY if self.params.counts_tokens else ""
 
 
 class SlotTable:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from metainfer.core.plan import StepGraph
-from metainfer.core.step import NO_ADAPTER, PENDING, Phase, StepPlan
+from metainfer.core.step import NO_ADAPTER, PENDING, Phase, StepPlan, TokenRun
 from metainfer.executor.slots import SlotTable
 from metainfer.executor.transfer import staged, to_device
 from metainfer.kv.book.spec import GroupKind, GroupSpec
@@ -45,6 +45,11 @@ class DeviceTables:
         for pages in self.pages:
             pages[-1] = 0
         self.latest = torch.zeros(table.slots + 1, dtype=torch.int64, device=device)
+
+    def note(self, runs: Sequence[TokenRun], drawn: Tensor) -> None:
+        """`drawn` int64: the tokens of those of `runs` that sample, one each."""
+        slots = np.array([run.slot for run in runs if run.samples], np.int64)
+        self.latest.index_copy_(0, to_device(slots, drawn.device), drawn)
 
     def apply(self, plan: StepPlan) -> None:
         """Take in a plan's diff, after the host's tables have."""

@@ -1,4 +1,4 @@
-"""Numbers from the host to the device, without making the host wait for the device."""
+"""Numbers between host and device, without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -22,3 +22,15 @@ def staged(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A tensor of `array` on `device`; on CPU it shares the array's memory."""
     return staged(array, device).to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy of `tensor` on its way to the host: read it once the device has got there."""
+    copy = tensor.to("cpu", non_blocking=True)  # into pinned memory
+    return copy.clone() if copy is tensor else copy
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has got through all that was launched."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

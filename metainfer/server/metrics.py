@@ -114,6 +114,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ),
     ("abandoned_steps", "Steps for which memory did not suffice.", lambda s: s.abandoned_steps),
     (
+        "overlapped_steps",
+        "Steps launched before the one ahead of them was read.",
+        lambda s: s.overlapped_steps,
+    ),
+    (
         "emulated_wait_seconds",
         "Time in collectives whose peers are a stand-in (--rank-of), none of it overlapped.",
         lambda s: s.emulated_wait_s,
@@ -244,6 +249,12 @@ class Metrics:
         counted: tuple[tuple[str, str, str, dict[str, int]], ...] = (
             ("requests", "Requests by outcome.", "outcome", self.outcomes),
             ("choices_finished", "Choices by finish reason.", "reason", self._finished),
+            (
+                "step_waits",
+                "Steps that waited until the one ahead of them was read, by reason.",
+                "reason",
+                stats.step_waits,
+            ),
             ("trace_spans", "Spans by what became of them.", "result", self.spans()),
         )
         for name, text, label, counts in counted:

@@ -167,6 +167,7 @@ HEAVY = (
     "executor.graphs",
     "executor.finite",
     "executor.inputs",
+    "executor.late",
     "executor.loading",
     "executor.local",
     "executor.peaks",

@@ -100,3 +100,15 @@ class Logits:
 
     def __exit__(self, *error: Any) -> None:
         del self._executor._finish
+
+
+def overlap_steps(
+    engine: Engine, shapes: Sequence[StepGraph], capture: Capture = record
+) -> StaticSteps:
+    """As `capture_steps`; each captured step is launched before the one ahead of it was read."""
+    executor = executor_of(engine)
+    made = capture_steps(executor, shapes, capture)
+    executor._parts = replace(executor._parts, overlap=True)
+    assert engine._steps is not None
+    engine._steps._ahead = True
+    return made

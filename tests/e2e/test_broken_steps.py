@@ -350,13 +350,13 @@ def test_the_recorder_keeps_the_last_steps_without_ids_or_text(
 ) -> None:
     engine, _ = watched(tiny)
     plans: list[StepPlan] = []
-    execute = engine._executor.execute  # type: ignore[union-attr]
+    submit = engine._executor.submit  # type: ignore[union-attr]
 
-    def seen(plan: StepPlan) -> Any:
+    def seen(plan: StepPlan) -> None:
         plans.append(plan)
-        return execute(plan)
+        submit(plan)
 
-    engine._executor.execute = seen  # type: ignore[union-attr,method-assign]
+    engine._executor.submit = seen  # type: ignore[union-attr,method-assign]
     ask(engine, prompts_of(rng, 40, 3), SamplingParams(temperature=0.0, max_tokens=210))
     found = read(engine._recorder.block)
     assert found["in_flight"] is None and len(found["steps"]) == 200

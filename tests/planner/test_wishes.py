@@ -104,6 +104,7 @@ OVERRIDES: dict[str, tuple[Any, str]] = {
     "threads": (3, "threads"),
     "prefix_cache": (False, "prefix_cache"),
     "graphs": (False, "graph_buckets"),
+    "overlap": (False, "overlap"),
     "draft": ("ngram:3", "draft"),
     "ops": ({"rmsnorm": "torch"}, ""),
     "layouts": ({"weight": "dense@1"}, "bundle"),
