@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 
 from metainfer.bench import path
@@ -102,30 +102,34 @@ def run(
         RefusedError: the family has no cost model, or the plan has several ranks.
     """
     origins = {**intent.origins, "prefix_cache": Origin.DERIVED}
-    engine = Engine(replace(intent, prefix_cache=False, origins=origins), lambda progress: None)
-    info = engine.start()
-    resolved = engine.resolved
-    if resolved is None:
-        raise InternalError("the engine has not started")
-    cost = resolved.chosen.cost
-    if cost is None or resolved.chosen.layout.ranks != 1:
-        raise RefusedError(
-            "steps of this plan cannot be priced: its family has no cost model, or it has several "
-            "ranks.",
-            "Calibrate a plan of one rank.",
-            code="no_cost_model",
+    apart = replace(intent, prefix_cache=False, origins=origins)
+    with closing(Engine(apart, lambda progress: None)) as engine:
+        info = engine.start()
+        resolved = engine.resolved
+        if resolved is None:
+            raise InternalError("the engine has not started")
+        cost = resolved.chosen.cost
+        if cost is None or resolved.chosen.layout.ranks != 1:
+            raise RefusedError(
+                "steps of this plan cannot be priced: its family has no cost model, or it has "
+                "several ranks.",
+                "Calibrate a plan of one rank.",
+                code="no_cost_model",
+            )
+        steps = _Steps(cost)
+        limits = resolved.plan.limits
+        loads = list(
+            _loads(
+                info.max_context, info.max_running, limits.step_tokens, limits.mixed_prefill_tokens
+            )
         )
-    steps = _Steps(cost)
-    limits = resolved.plan.limits
-    loads = list(
-        _loads(info.max_context, info.max_running, limits.step_tokens, limits.mixed_prefill_tokens)
-    )
-    for turn in range(options.repeats + 1):
-        log(f"turn {turn} of {options.repeats}: {len(loads)} loads")
-        engine.on_step = steps.note if turn else None
-        for number, load in enumerate(loads):
-            _serve(engine, load, info.vocab_size, f"{turn}-{number}", options.seed + 7919 * turn)
-    engine.close()
+        for turn in range(options.repeats + 1):
+            log(f"turn {turn} of {options.repeats}: {len(loads)} loads")
+            engine.on_step = steps.note if turn else None
+            for number, load in enumerate(loads):
+                _serve(
+                    engine, load, info.vocab_size, f"{turn}-{number}", options.seed + 7919 * turn
+                )
     samples = steps.samples()
     told = conditions(resolved.plan) | {"repeats": options.repeats, "loads": len(loads)}
     fitted = calibration.calibrate(samples, origin=f"bench calibrate, {told['time']}")

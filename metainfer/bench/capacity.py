@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -64,20 +65,18 @@ def run(
     machine = machine or open_machine(intent.platform)
     _check_alone(machine, intent)
     origins = {**intent.origins, "prefix_cache": Origin.DERIVED}
-    engine = Engine(
-        replace(intent, prefix_cache=False, origins=origins), lambda progress: None, machine=machine
-    )
-    info = engine.start()
-    resolved = engine.resolved
-    if resolved is None:
-        raise InternalError("the engine has not started")
-    plan = resolved.plan
-    device = machine.torch_device()
-    before = _DeviceMemory.read(device)
-    found = _peaks(engine, device, info.vocab_size, options, log)
-    after = _DeviceMemory.read(device)
-    held = engine.held_bytes
-    engine.close()
+    apart = replace(intent, prefix_cache=False, origins=origins)
+    with closing(Engine(apart, lambda progress: None, machine=machine)) as engine:
+        info = engine.start()
+        resolved = engine.resolved
+        if resolved is None:
+            raise InternalError("the engine has not started")
+        plan = resolved.plan
+        device = machine.torch_device()
+        before = _DeviceMemory.read(device)
+        found = _peaks(engine, device, info.vocab_size, options, log)
+        after = _DeviceMemory.read(device)
+        held = engine.held_bytes
     reached = max(peak.context for peak in found)
     told = conditions(plan) | {"seconds": options.seconds}
     kept = Needs(
