@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,9 +27,19 @@ def kernel_shares(step: Callable[[], object], steps: int, most: int = 60) -> dic
         torch.cuda.synchronize()
         wall = time.perf_counter() - begin
     times: dict[str, list[float]] = {}
+    ran = []
     for event in traced.events():
         if event.device_type == DeviceType.CUDA:
             times.setdefault(event.name, []).append(event.device_time / 1e6)
+            ran.append((event.time_range.start, event.time_range.end, event.name))
+    ran.sort()
+    gaps = sorted(
+        (
+            ((after[0] - before[1]) / 1e6, before[2][:50], after[2][:50])
+            for before, after in pairwise(ran)
+        ),
+        reverse=True,
+    )
     largest = sorted(times.items(), key=lambda item: -sum(item[1]))
     busy = sum(sum(each) for each in times.values())
     return {
@@ -36,6 +47,9 @@ def kernel_shares(step: Callable[[], object], steps: int, most: int = 60) -> dic
         "busy_s": busy / steps,
         "idle_s": (wall - busy) / steps,
         "launches": sum(len(each) for each in times.values()) / steps,
+        "largest_gaps": [
+            {"seconds": gap, "after": before, "before": after} for gap, before, after in gaps[:8]
+        ],
         "kernels": [
             {
                 "kernel": name[:90],
@@ -53,6 +67,10 @@ def show(title: str, found: dict[str, Any], most: int = 14) -> None:
         f"  {title}: {found['launches']:.0f} launches, busy {found['busy_s'] * 1e3:.2f} of "
         f"{found['wall_s'] * 1e3:.2f} ms under the profiler"
     )
+    for gap in found["largest_gaps"][:4]:
+        print(
+            f"    {gap['seconds'] * 1e3:8.3f} ms idle  {gap['after'][:34]} .. {gap['before'][:34]}"
+        )
     for row in found["kernels"][:most]:
         print(
             f"    {row['seconds'] * 1e3:8.3f} ms {row['share']:4.0%} {row['calls']:6.0f} calls  "
