@@ -40,7 +40,7 @@ class Work:
 
     name: str
     variant: str
-    call: Callable[[int], Tensor]
+    call: Callable[[int], Tensor | tuple[Tensor, ...]]
     truth: Callable[[], tuple[Tensor, Tensor]]
     bytes: float
     flops: float

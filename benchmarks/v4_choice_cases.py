@@ -20,8 +20,12 @@ from metainfer.ops.indexer import cases as indexer_cases
 from metainfer.ops.indexer import ref as indexer
 from metainfer.ops.indexer.tiles import Tile, tile_for
 from metainfer.ops.indexer.triton_calls import index_query, index_select
-from metainfer.ops.moe_experts import mxfp4
+from metainfer.ops.moe_experts.plan import planned, sorted_plan
+from metainfer.ops.moe_experts.tiles import wgmma_for
+from metainfer.ops.moe_route import cases as route_cases
 from metainfer.ops.moe_route import ref as router
+from metainfer.ops.moe_route.tiles import Tile as RouteTile
+from metainfer.ops.moe_route.tiles import tile_for as route_tile
 from metainfer.ops.moe_route.triton_calls import moe_route, moe_route_hash
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
 from metainfer.ops.sample import ref as sampler
@@ -141,47 +145,100 @@ def _selection(
 
 
 K, E, TOP = 4096, 256, 6
+GATES = 32
+"""Copies of the gate that take turns: together they are more than a cache holds."""
+
+ROUTE_TILES = {
+    1: (RouteTile(16, 32, 128, 16, 4, 5), RouteTile(16, 16, 128, 16, 4, 3)),
+    32: (RouteTile(32, 16, 128, 8, 4, 5), RouteTile(16, 32, 128, 16, 4, 5)),
+    128: (RouteTile(16, 16, 128, 8, 4, 5), RouteTile(64, 64, 64, 16, 4, 4)),
+    2048: (RouteTile(128, 128, 64, 8, 8, 3), RouteTile(64, 256, 64, 4, 8, 3, each=4)),
+    8192: (RouteTile(64, 256, 64, 1, 8, 3, each=4), RouteTile(128, 128, 64, 1, 8, 3)),
+}
 
 
 def routing(sweep: bool) -> Iterator[Work]:
-    gate, bias = _exact(4, E, K) / 16, _exact(64, E) / 16
+    gates = [(_exact(4, E, K) / 16).to(BF16) for _ in range(GATES)]
+    bias = _exact(64, E) / 16
     table = torch.rand(129280, E, device="cuda").argsort(1)[:, :TOP].contiguous()
     for rows in (1, 8, 32, 128, 2048, 8192):
         x = _exact(3, rows, K).to(BF16)
         tokens = torch.randint(129280, (rows,), device="cuda")
-        calls: tuple[
-            tuple[str, Callable[..., Any], Callable[..., Any], tuple[Tensor, ...], Any], ...
-        ]
-        calls = (
-            ("by score", moe_route, router.moe_route, (bias,), {"top_k": TOP}),
-            ("by token", moe_route_hash, router.moe_route_hash, (table, tokens), {}),
-        )
-        for name, mine, theirs, more, options in calls:
+        hashed = (moe_route_hash, router.moe_route_hash, (table, tokens), {})
+        scored = (moe_route, router.moe_route, (bias,), {"top_k": TOP})
+        yield _routed(f"route by token m={rows}", x, gates, hashed)
+        for tile in (None, *(ROUTE_TILES.get(rows, ()) if sweep else ())):
+            yield _routed(f"route by score m={rows}", x, gates, scored, tile)
+        if rows in (8, 2048, 8192):
+            wide = [gate.float() for gate in gates[: GATES // 2]]
+            yield _routed(f"route by score, float32 gate m={rows}", x, wide, scored)
+    for rows in (8, 128, 2048, 8192):  # noise: what is left is the rounding of sums
+        x = torch.randn(rows, K, device="cuda").to(BF16)
+        noise = [(torch.randn(E, K, device="cuda") / 50).to(BF16)]
+        tokens = torch.randint(129280, (rows,), device="cuda")
 
-            def joined(op: Callable[..., Any], x: Tensor, m: Any, o: Any) -> Tensor:
-                return torch.cat(op(x, gate, *m, scale=1.5, **o), dim=1)
+        def truth(x: Tensor = x, gate: Tensor = noise[0], tokens: Tensor = tokens) -> Any:
+            exact = router.moe_route_hash(x.double(), gate.double(), table, tokens, scale=1.5)
+            recipe = route_cases.hash_recipe(x, gate, table, tokens, scale=1.5)
+            return exact[1], recipe[1].double()
 
-            yield Work(
-                f"route {name} m={rows}",
-                "",
-                lambda i, op=mine, x=x, m=more, o=options, j=joined: j(op, x, m, o),
-                _same(lambda op=theirs, x=x, m=more, o=options, j=joined: j(op, x.double(), m, o)),
-                bytes=rows * K * 2 + E * K * 4,
-                flops=6.0 * rows * K * E,
-                rate="bf16_flops",
-                floor=1e-6,
-            )
-    for rows in (64, 128, 341):
-        ids = torch.rand(rows, E, device="cuda").argsort(1)[:, :TOP].int().contiguous()
         yield Work(
-            f"sort pairs={rows * TOP}",
-            "",
-            lambda i, ids=ids: mxfp4.sorted_plan(ids, E, 64)[0],
-            _same(lambda ids=ids: torch.sort(ids.flatten(), stable=True).indices),
-            bytes=rows * TOP * 8,
-            flops=0.0,
-            floor=0.0,
-        )
+            f"route weights, noise m={rows}", "",
+            lambda i, x=x, g=noise[0], t=tokens: moe_route_hash(x, g, table, t, scale=1.5)[1],
+            cache(truth), bytes=rows * K * 2 + E * K * 2, flops=2.0 * rows * K * E,
+            rate="bf16_flops", floor=0.0,
+        )  # fmt: skip
+    yield from _sorting()
+
+
+def _routed(
+    name: str, x: Tensor, gates: list[Tensor],
+    op: tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...], dict[str, Any]],
+    tile: RouteTile | None = None,
+) -> Work:  # fmt: skip
+    mine, theirs, more, options = op
+    shown = tile or route_tile(len(x))
+
+    def truth() -> Tensor:
+        both = theirs(x.double(), gates[0].double(), *more, scale=1.5, **options)
+        return torch.cat([part.double() for part in both], dim=1)
+
+    def call(i: int) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = mine(x, gates[i], *more, scale=1.5, **options, tile=tile)
+        return found
+
+    return Work(
+        name,
+        f"{shown.m}x{shown.e}x{shown.k}/{shown.splits} {shown.warps}x{shown.stages} {shown.each}",
+        call,
+        _same(truth),
+        bytes=x.nbytes + gates[0].nbytes,
+        flops=2.0 * len(x) * K * E * (3 if gates[0].element_size() == 4 else 1),
+        rate="bf16_flops",
+        copies=len(gates),
+        floor=1e-6,
+    )
+
+
+def _sorting() -> Iterator[Work]:
+    for rows in (1, 8, 32, 64, 128, 341, 2048, 8192):
+        ids = torch.rand(rows, E, device="cuda").argsort(1)[:, :TOP].int().contiguous()
+        x = torch.randn(rows, K, device="cuda").to(BF16)
+        m = wgmma_for(ids.numel(), E).m
+        calls = {
+            "sort": lambda i, ids=ids, m=m: sorted_plan(ids, E, m)[0],
+            "sort, quantise": lambda i, x=x, ids=ids, m=m: planned(x, ids, E, m)[2],
+        }
+        for name, call in calls.items():
+            yield Work(
+                f"{name} pairs={rows * TOP}",
+                "",
+                call,
+                _same(lambda ids=ids: torch.sort(ids.flatten(), stable=True).indices),
+                bytes=rows * TOP * 8 + (rows * K * 3 if "," in name else 0),
+                flops=0.0,
+                floor=0.0,
+            )
 
 
 V = 129280

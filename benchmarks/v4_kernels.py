@@ -99,6 +99,9 @@ def judge(work: Work) -> tuple[float, float]:
     torch.cuda.synchronize()
     truth, recipe = work.truth()
 
+    if isinstance(mine, tuple):  # several results of a row, side by side
+        mine = torch.cat([part.double() for part in mine], dim=1)
+
     def off(value: torch.Tensor) -> float:
         gap = value[: len(truth)].double() - truth
         return float(gap.norm() / truth.norm()) if bool(torch.isfinite(gap).all()) else float("inf")

@@ -22,6 +22,7 @@ from metainfer.ops.case import generator, integers, poisoned
 from metainfer.ops.indexer.ref import index_select as reference
 from metainfer.ops.indexer.triton_calls import index_select
 from metainfer.ops.moe_route import ref as router
+from metainfer.ops.moe_route.tiles import MANY, SOME, WHOLE, Tile
 from metainfer.ops.moe_route.triton_calls import moe_route, moe_route_hash
 from metainfer.ops.sample import ref as sampler
 from metainfer.ops.sample.draw import uniform
@@ -200,14 +201,21 @@ def run_route_special() -> int:
 
 
 def run_route_parts() -> int:
-    """Any share of the channels, more tokens than one block, many tokens, a sliced input."""
+    """Every tile and share of the channels, more tokens than one block, more than one program
+    chooses for, a sliced input."""
     count = 0
-    for rows, k, splits in ((20, 70, 1), (20, 70, 3), (33, 128, 4), (260, 33, 0)):
+    for rows, k, tile in (
+        (17, 270, None), (17, 200, Tile(16, 16, 32, 3, 4, 2)), (33, 128, MANY), (65, 70, SOME),
+        (130, 33, WHOLE),
+    ):  # fmt: skip
         x, gate, bias = exact(3, rows, k + 5)[:, :k], exact(3, 20, k) / 16, exact(9, 20)
-        for _ in range(2):  # counters come back to zero
-            with poisoned():
-                mine = moe_route(x, gate, bias, top_k=5, scale=1.5, splits=splits)
-            count += unlike(mine, router.moe_route(x, gate, bias, top_k=5, scale=1.5))
+        tokens = integers(G, 9, rows)
+        table = torch.rand(9, 20, generator=G).argsort(1)[:, :5].contiguous()
+        with poisoned():
+            mine = moe_route(x, gate, bias, top_k=5, scale=1.5, tile=tile)
+            hashed = moe_route_hash(x, gate, table, tokens, scale=1.5, tile=tile)
+        count += unlike(mine, router.moe_route(x, gate, bias, top_k=5, scale=1.5))
+        count += unlike(hashed, router.moe_route_hash(x, gate, table, tokens, scale=1.5))
     return count
 
 

@@ -98,8 +98,11 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
             tile = indexer.tile_for(kind != "index-score")
             estimate = tile.shared_bytes(int(last), 128, 2)
         elif kind.startswith("moe-route"):
-            rows = 1 if kind.endswith("few") else route.FEW_ROWS + 1
-            estimate = route.tile_for(rows, int(last)).shared_bytes(int(last), 2)
+            score, _, gate = kind.removeprefix("moe-route-").removeprefix("score-").partition("-")
+            width = {"bf16": 2, "fp32": 4}.get(gate)
+            if width is None:
+                continue  # the choice holds a warp's exchange
+            estimate = route.TILES[score].shared_bytes(2, width)
         else:
             continue
         assert build.shared_bytes <= estimate <= TARGETS["sm_120"][1], (build.kernel, build.target)
@@ -110,9 +113,15 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
 def test_cuts_follow_shapes() -> None:
     """A captured step has one grid for every length: nothing but sizes goes in."""
     from metainfer.ops.indexer.tiles import splits_for
-    from metainfer.ops.moe_route.tiles import splits_for as shares_for
+    from metainfer.ops.moe_route.tiles import FEW, MANY, SOME, WHOLE
+    from metainfer.ops.moe_route.tiles import tile_for as routing
 
     assert splits_for(1, 2048, 132) == 528 and splits_for(1, 4, 132) == 4
     assert splits_for(512, 2048, 132) == 2 and splits_for(10_000, 2048, 132) == 1
-    assert shares_for(1, 4096, 132) == 32 and shares_for(1, 33, 132) == 1
-    assert shares_for(256, 4096, 132) == 8 and shares_for(257, 4096, 132) == 1
+    sizes = (1, 32, 33, 256, 257, 4096, 4097)
+    assert [routing(rows) for rows in sizes] == [FEW, FEW, SOME, SOME, MANY, MANY, WHOLE]
+    for tile in (FEW, SOME, MANY, WHOLE):  # every channel is some part's, whatever the gate's type
+        for width in (2, 4):
+            for k in (1, 33, 4096, 5120):
+                steps = -(-k // tile.step(width))
+                assert tile.share(k, width) * tile.splits >= steps

@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import accumulate
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -37,8 +38,8 @@ from metainfer.ops.case_caches import held
 from metainfer.ops.linear.fp8 import chunk, quantise, stream
 from metainfer.ops.linear.tiles import ChunkTile, StreamTile
 from metainfer.ops.moe_experts import mxfp4
+from metainfer.ops.moe_experts.plan import planned, sorted_bounds, sorted_plan
 from metainfer.ops.moe_experts.tiles import Tile
-from metainfer.ops.moe_experts.triton_mxfp4 import plan_kernel
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
 from metainfer.ops.triton_e4m3 import e4m3_rounded, e4m3_values
 
@@ -161,29 +162,27 @@ def choose(tokens: int, k: int, count: int) -> Tensor:
 
 
 def judged(order: Tensor, table: Tensor, ids: Tensor, m: int) -> int:
-    """How many pairs a plan misses, repeats or gives to the wrong expert."""
-    flat, seen, wrong = ids.flatten().tolist(), [], 0
-    for expert, first, count in table.tolist():
-        rows = order[first : first + count].tolist() if count else []
-        wrong += sum(flat[row] != expert for row in rows) + (count > m)
-        seen += rows
-    return wrong + int(sorted(seen) != [i for i, expert in enumerate(flat) if expert >= 0])
+    """How many pairs a plan misplaces: experts in turn, their pairs as they come, blocks of m."""
+    flat = ids.flatten().tolist()
+    held = sorted((expert, i) for i, expert in enumerate(flat) if expert >= 0)
+    wrong = sum(i != place for (_, i), place in zip(held, order.tolist(), strict=False))
+    cut = []
+    for expert in sorted({expert for expert, _ in held}):
+        mine = [place for place, (e, _) in enumerate(held) if e == expert]
+        cut += [[expert, mine[j], min(m, len(mine) - j)] for j in range(0, len(mine), m)]
+    found = table.tolist()
+    wrong += sum(mine != theirs for mine, theirs in zip(cut, found, strict=False))
+    return wrong + max(len(cut) - len(found), 0) + sum(row[2] != 0 for row in found[len(cut) :])
 
 
 def run_plan() -> float:
+    """One launch quantises as `quantise` and sorts: more pairs than one program places, tokens
+    that fill no block, a sliced input."""
     wrong = 0
-    for tokens, k, count, m in ((5, 3, 4, 8), (7, 6, 9, 2), (1, 6, 256, 8), (20, 6, 7, 8)):
-        ids = choose(tokens, k, count)
-        pairs, slots = ids.numel(), max(16, triton.next_power_of_2(ids.numel()))
-        order = torch.full((pairs,), -7, dtype=torch.int32)
-        table = torch.full((pairs, 3), -7, dtype=torch.int32)
-        heads = torch.full((slots,), -7, dtype=torch.int32)
-        x, scales = grid(tokens, 128), torch.empty(tokens, 1)
-        q = torch.empty(tokens, 128, dtype=torch.float8_e4m3fn)
-        plan_kernel[(2,)](
-            x, q, scales, ids, order, table, heads, tokens, 128, pairs, 128,
-            triton.next_power_of_2(tokens), slots, m,
-        )  # fmt: skip
+    for tokens, k, count, m in ((5, 3, 4, 8), (7, 6, 9, 2), (1, 6, 256, 8), (22, 6, 7, 8)):
+        ids, x = choose(tokens, k, count), grid(tokens, 384)[:, 128:]
+        with poisoned():
+            q, scales, order, table = planned(x, ids, count, m)
         same, factor = quantise(x, mixed=True)
         wrong += judged(order, table, ids, m) + int(not torch.equal(scales, factor))
         wrong += int(not torch.equal(q.view(torch.uint8), same.view(torch.uint8)))
@@ -191,19 +190,36 @@ def run_plan() -> float:
 
 
 def run_sorted_plan() -> float:
-    return float(
-        sum(
-            judged(*mxfp4.sorted_plan(ids, count, m), ids, m)
-            for tokens, k, count, m in (
-                (50, 3, 4, 8),
-                (70, 6, 9, 16),
-                (1, 6, 256, 8),
-                (200, 6, 7, 128),
-                (700, 3, 7, 64),  # by the library
-            )
-            for ids in (choose(tokens, k, count),)
-        )
-    )
+    wrong = 0
+    for tokens, k, count, m in (
+        (50, 3, 4, 8), (70, 6, 9, 16), (1, 6, 256, 8), (200, 6, 7, 128), (60, 6, 300, 2),
+        (700, 3, 7, 64),  # counted by a launch of their own
+    ):  # fmt: skip
+        ids = choose(tokens, k, count)
+        if tokens == 50:
+            ids[:, 0] = 3  # one expert has most
+        with poisoned():
+            wrong += judged(*sorted_plan(ids, count, m), ids, m)
+    ids = choose(3, 3, 4).fill_(-1)
+    with poisoned():
+        wrong += judged(*sorted_plan(ids, 4, 8), ids, 8)
+    return float(wrong)
+
+
+def run_sorted_bounds() -> float:
+    """The portable form's borders, by both ways of counting."""
+    wrong = 0
+    for tokens, k, count, m in ((50, 3, 40, 8), (700, 3, 7, 64)):
+        ids = choose(tokens, k, count)
+        with poisoned():
+            order, tiles, bounds = sorted_bounds(ids, count, m)
+        flat = ids.flatten()
+        truth = [i for e in range(count) for i in (flat == e).nonzero().flatten().tolist()]
+        sizes = [int((flat == e).sum()) for e in range(count)]
+        wrong += order[: len(truth)].tolist() != truth
+        wrong += bounds.tolist() != [0, *accumulate(sizes)]
+        wrong += tiles.tolist() != [0, *accumulate(-(-size // m) for size in sizes)]
+    return float(wrong)
 
 
 E, D, WIDTH, LIMIT = 4, 256, 128, 1.0
@@ -368,6 +384,7 @@ RUNS: dict[str, Callable[[], float]] = {
     "quantise-nan": run_quantise_nan,
     "plan": run_plan,
     "sorted-plan": run_sorted_plan,
+    "sorted-bounds": run_sorted_bounds,
     "experts-hidden": run_experts_hidden,
     "experts-forms": run_experts_forms,
     "e4m3": run_e4m3,

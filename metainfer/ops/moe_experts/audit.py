@@ -1,7 +1,7 @@
 """Variants of the MXFP4 expert kernels that are compiled for every target."""
 
 from metainfer.kernels.variant import Variant
-from metainfer.ops.moe_experts.sorting import SORT_SLOTS
+from metainfer.ops.moe_experts.sorting import PLAN_ROWS, SLOTS, SORT_WARPS, SORTED_PAIRS, lanes
 from metainfer.ops.moe_experts.tiles import (
     CHUNK,
     CHUNK_WIDE,
@@ -80,24 +80,44 @@ def _plain(kernel: str, args: dict[str, str | int | bool], tile: Tile, wide: boo
     )
 
 
-def _sort(table: bool) -> Variant:
+def _sorting(kernel: str, args: dict[str, str | int | bool], name: str, table: bool) -> Variant:
     """Of the Hopper form (a table of blocks), and of the portable one."""
-    tile = WGMMA_CHUNK if table else CHUNK
-    place = "*i32" if table else "*i64"
-    args: dict[str, str | int | bool] = {
-        "ids": "*i32", "order": place, "table": "*i32", "tiles": "*i64", "bounds": "*i64",
-        "pairs": "i32", "blocks": "i32", "E": E, "EP": E, "M": tile.m, "SLOTS": SORT_SLOTS,
-        "TABLE": table,
-    }  # fmt: skip
     return Variant(
         impl="moe_experts/triton-wgmma" if table else "moe_experts/triton",
-        name="experts-sort-table" if table else "experts-sort-bounds",
-        kernel="metainfer.ops.moe_experts.triton_sort:sort_kernel",
+        name=f"experts-{name}",
+        kernel=f"metainfer.ops.moe_experts.triton_sort:{kernel}",
         args=args,
-        warps=8,
+        warps=SORT_WARPS,
         shape={"rows": 8, **SHAPE},
         targets=("sm_90", "sm_120") if table else REST,
     )
+
+
+def _sort(table: bool, pairs: int) -> Variant:
+    place, m = ("*i32", WGMMA_CHUNK.m) if table else ("*i64", CHUNK.m)
+    args: dict[str, str | int | bool] = {
+        "ids": "*i32", "counts": "*i32", "order": place, "table": "*i32", "tiles": "*i64",
+        "bounds": "*i64", "pairs": "i32", "blocks": "i32", "share": "i32", "E": E, "EP": lanes(E),
+        "M": m, "PAIRS": pairs, "TABLE": table,
+    }  # fmt: skip
+    name = f"sort-{'table' if table else 'bounds'}-{pairs or 'counted'}"
+    return _sorting("sort_kernel", args, name, table)
+
+
+def _count() -> Variant:
+    args: dict[str, str | int | bool] = {
+        "ids": "*i32", "counts": "*i32", "pairs": "i32", "share": "i32", "EP": lanes(E),
+    }  # fmt: skip
+    return _sorting("count_kernel", args, "count", table=False)
+
+
+def _plan(pairs: int, rows: int) -> Variant:
+    args: dict[str, str | int | bool] = {
+        "x": "*bf16", "q": "*fp8e4nv", "scales": "*fp32", "ids": "*i32", "order": "*i32",
+        "table": "*i32", "rows": "i32", "x_stride": "i32:16", "pairs": "i32", "blocks": "i32",
+        "K": D, "E": E, "EP": lanes(E), "M": WGMMA_STREAM.m, "ROWS": rows, "PAIRS": pairs,
+    }  # fmt: skip
+    return _sorting("plan_kernel", args, f"plan-{pairs}", table=True)
 
 
 VARIANTS = (
@@ -105,7 +125,9 @@ VARIANTS = (
     *(_wgmma("chunk", WGMMA_CHUNK, up) for up in (True, False)),
     *(_stream(STREAM, up) for up in (True, False)),
     *(_chunk(CHUNK, up) for up in (True, False)),
-    *(_sort(table) for table in (True, False)),
+    *(_sort(table, pairs) for table in (True, False) for pairs in (0, SORTED_PAIRS)),
+    _count(),
+    *(_plan(pairs, rows) for pairs, rows in ((SLOTS, 1), (SORTED_PAIRS, PLAN_ROWS))),
     *(_stream(STREAM_WIDE, up, wide=True) for up in (True, False)),
     *(_chunk(CHUNK_WIDE, up, wide=True) for up in (True, False)),
 )

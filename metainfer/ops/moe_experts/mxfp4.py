@@ -14,7 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from metainfer.core.errors import InternalError
 from metainfer.ops.linear.fp8 import capability, quantise, wide_type
 from metainfer.ops.linear.packed import PackedWeight
-from metainfer.ops.moe_experts.sorting import SORT_SLOTS, SORTED_PAIRS
+from metainfer.ops.moe_experts.plan import planned, sorted_bounds
+from metainfer.ops.moe_experts.sorting import blocks_of
 from metainfer.ops.moe_experts.tiles import (
     FEW_SLOTS,
     SPAN,
@@ -24,15 +25,13 @@ from metainfer.ops.moe_experts.tiles import (
     stream_for,
     wgmma_for,
 )
+from metainfer.ops.moe_experts.triton_combine import combine_kernel
 from metainfer.ops.moe_experts.triton_mxfp4 import (
     chunk_down_kernel,
     chunk_up_kernel,
-    combine_kernel,
-    plan_kernel,
     stream_down_kernel,
     stream_up_kernel,
 )
-from metainfer.ops.moe_experts.triton_sort import sort_kernel
 from metainfer.ops.moe_experts.triton_wgmma import experts_kernel
 
 
@@ -111,21 +110,7 @@ def _wgmma(
     tile = tile or wgmma_for(pairs, experts)
     hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
     y = torch.empty((pairs, d), dtype=torch.float32 if few else x.dtype, device=device)
-    if few:
-        q = torch.empty((tokens, d), dtype=torch.float8_e4m3fn, device=device)
-        scales = torch.empty((tokens, d // 128), dtype=torch.float32, device=device)
-        order = torch.empty(pairs, dtype=torch.int32, device=device)
-        table = torch.empty((pairs, 3), dtype=torch.int32, device=device)
-        slots = max(16, triton.next_power_of_2(pairs))
-        heads = torch.empty(slots, dtype=torch.int32, device=device)
-        plan_kernel[(d // 128 + 1,)](
-            x, q, scales, ids, order, table, heads, tokens, x.stride(0), pairs, d,
-            triton.next_power_of_2(tokens), slots, tile.m,
-            num_warps=4,
-        )  # fmt: skip
-    else:
-        q, scales = quantise(x, mixed=True)
-        order, table = sorted_plan(ids, experts, tile.m)
+    q, scales, order, table = planned(x, ids, experts, tile.m)
     blocks = table.shape[0]
     experts_kernel[(2 * f // tile.n, blocks)](
         q, scales, order, table, routes, up.words, up.scales, up.refs, hidden,
@@ -139,58 +124,6 @@ def _wgmma(
         tile.stages, tile.warps, num_warps=tile.warps,
     )  # fmt: skip
     return y
-
-
-def sorted_plan(ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor]:
-    """(order [pairs] int32, table [blocks, 3] int32): pairs sorted by expert in row blocks of `m`.
-
-    As many blocks as there can be; those past the last hold no pairs. One launch for few pairs.
-    """
-    pairs, device = ids.numel(), ids.device
-    blocks = pairs // m + min(experts, pairs)
-    if pairs <= SORTED_PAIRS:
-        order = torch.empty(pairs, dtype=torch.int32, device=device)
-        table = torch.empty((blocks, 3), dtype=torch.int32, device=device)
-        _sort(ids, order, experts, m, table=table)
-        return order, table
-    order, starts, bounds = _sorted(ids, experts, m)
-    block = torch.arange(blocks, device=device)
-    expert = (torch.searchsorted(starts, block, right=True) - 1).clamp_max(experts - 1)
-    first = bounds[expert] + (block - starts[expert]) * m
-    count = (bounds[expert + 1] - first).clamp(0, m)
-    return order.int(), torch.stack((expert, first, count), 1).int()
-
-
-def sorted_bounds(ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(order [pairs], first block [E + 1], first place [E + 1]) of each expert, int64."""
-    if ids.numel() > SORTED_PAIRS:
-        return _sorted(ids, experts, m)
-    order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
-    tiles = torch.empty(experts + 1, dtype=torch.int64, device=ids.device)
-    bounds = torch.empty_like(tiles)
-    _sort(ids, order, experts, m, tiles=tiles, bounds=bounds)
-    return order, tiles, bounds
-
-
-def _sort(
-    ids: Tensor, order: Tensor, experts: int, m: int, *, table: Tensor | None = None,
-    tiles: Tensor | None = None, bounds: Tensor | None = None,
-) -> None:  # fmt: skip
-    pairs, blocks = ids.numel(), 0 if table is None else table.shape[0]
-    sort_kernel[(triton.cdiv(pairs, SORT_SLOTS),)](
-        ids, order, table, tiles, bounds, pairs, blocks, experts,
-        triton.next_power_of_2(experts), m, SORT_SLOTS, table is not None, num_warps=8,
-    )  # fmt: skip
-
-
-def _sorted(ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sorted_bounds`, by the library."""
-    chosen, order = torch.sort(ids.flatten(), stable=True)  # -1 first: no block holds them
-    edges = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
-    bounds = torch.searchsorted(chosen, edges)
-    tiles = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
-    torch.cumsum((bounds[1:] - bounds[:-1] + m - 1) // m, 0, out=tiles[1:])
-    return order, tiles, bounds
 
 
 def _stream(
@@ -227,7 +160,7 @@ def _chunk(
     pairs = tokens * top
     tile = tile or chunk_for(capability(device), wide)
     order, tiles, bounds = sorted_bounds(ids, experts, tile.m)
-    blocks = pairs // tile.m + min(experts, pairs)
+    blocks = blocks_of(pairs, experts, tile.m)
     hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
     y = torch.empty((pairs, d), dtype=x.dtype, device=device)
     q, scales = quantise(x, mixed=True, wide=wide)

@@ -1,7 +1,39 @@
-"""Sizes of the kernel that sorts pairs by expert, read by its calls and the audit. No torch."""
+"""Sizes of the kernels that sort pairs by expert, read by their calls and the audit. No torch."""
+
+from __future__ import annotations
 
 SORTED_PAIRS = 2048
-"""Most (token, choice) pairs that one launch sorts; more go to the library's sort."""
+"""Most (token, choice) pairs that one launch sorts, each program counting all of them; more are
+counted by a launch of their own."""
 
-SORT_SLOTS = 128
-"""Pairs whose places one program finds."""
+SLOTS = 128
+"""Pairs whose places a program finds at once."""
+
+SORT_WARPS = 4
+"""Warps of a program: as many threads as slots."""
+
+PROGRAMS = 128
+"""Most programs that sort more pairs: each reads the counts of all."""
+
+PLAN_ROWS = 16
+"""Most tokens of which a program quantises a block of channels."""
+
+
+def lanes(experts: int) -> int:
+    """Experts as a program counts them: a power of two, at least one a thread."""
+    return max(SLOTS, 1 << (experts - 1).bit_length())
+
+
+def counted(pairs: int) -> int:
+    """Pairs as one launch counts them: a power of two, at least one a thread."""
+    return max(SLOTS, 1 << (pairs - 1).bit_length())
+
+
+def share_of(pairs: int) -> int:
+    """Times SLOTS: the pairs of one program where there are more than one launch sorts."""
+    return max(4, -(-pairs // (SLOTS * PROGRAMS)))
+
+
+def blocks_of(pairs: int, experts: int, m: int) -> int:
+    """Most blocks of up to `m` pairs of one expert that `pairs` can make."""
+    return min(pairs, pairs // m + min(experts, pairs))

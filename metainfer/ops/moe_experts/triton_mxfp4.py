@@ -26,21 +26,6 @@ _OPERANDS = tl.constexpr(OPERANDS)
 
 
 @triton.jit
-def _power(bits):
-    """2^ceil(log2(amax / 448)) from the bits of amax, floored at 1e-4; NaN stays visible."""
-    bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
-    exponent = ((bits + 0x1FFFFF) >> 23) - 8
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return tl.where(bits < 0x7F800000, scale, float("nan")), inverse
-
-
-@triton.jit
-def _largest(x):
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-
-
-@triton.jit
 def _element(nibble):
     """e2m1 as float32."""
     size, sign = nibble & 7, nibble & 8
@@ -304,68 +289,3 @@ def chunk_down_kernel(
         )  # fmt: skip
         where = pair[:, None] * D + d[None, :]
         tl.store(out + where, acc.to(out.dtype.element_ty), mask=live[:, None])
-
-
-@triton.jit(do_not_specialize=["rows", "stride", "pairs"])
-def plan_kernel(
-    x, q, scales, ids, order, table, heads, rows, stride, pairs,
-    K: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Programs 0 .. K / 128 - 1 quantise a block of channels of all ROWS tokens in mixed order; the
-    last sorts the pairs by expert and cuts each expert's into blocks of M: `table` [pairs, 3] holds
-    expert, first place in `order`, pairs (0: none)."""
-    block = tl.program_id(0)
-    if block < K // 128:
-        row, col = tl.arange(0, ROWS), tl.arange(0, 128)
-        live = (row < rows)[:, None]
-        at = row.to(tl.int64)[:, None]
-        values = tl.load(x + at * stride + block * 128 + col[None, :], mask=live, other=0.0)
-        values = values.to(tl.float32)
-        scale, inverse = _power(_largest(values))
-        mixed = (col // 4 % 4) * 32 + col // 16 * 4 + col % 4
-        rounded = (values * inverse[:, None]).to(q.dtype.element_ty)
-        tl.store(q + at * K + block * 128 + mixed[None, :], rounded, mask=live)
-        tl.store(scales + row * (K // 128) + block, scale, mask=row < rows)
-    else:
-        none: tl.constexpr = 1 << 20
-        i = tl.arange(0, SLOTS)
-        mine = tl.load(ids + i, mask=i < pairs, other=-1)
-        mine = tl.where(mine < 0, none, mine)  # nobody's come last
-        rank = tl.zeros([SLOTS], tl.int32)
-        total = tl.zeros([SLOTS], tl.int32)
-        less = tl.zeros([SLOTS], tl.int32)
-        for base in range(0, SLOTS, 16):
-            j = base + tl.arange(0, 16)
-            other = tl.load(ids + j, mask=j < pairs, other=-1)
-            other = tl.where(other < 0, none, other)[None, :]
-            same = (other == mine[:, None]).to(tl.int32)
-            total += tl.sum(same, axis=1)
-            rank += tl.sum(tl.where(j[None, :] < i[:, None], same, 0), axis=1)
-            less += tl.sum((other < mine[:, None]).to(tl.int32), axis=1)
-        place = less + rank
-        head = (rank % M == 0) & (mine < none)
-        tl.store(order + place, i, mask=i < pairs)
-        tl.store(heads + i, tl.where(head, mine, none))
-        tl.debug_barrier()
-        before = rank // M
-        for base in range(0, SLOTS, 16):
-            other = tl.load(heads + base + tl.arange(0, 16))[None, :]
-            before += tl.sum((other < mine[:, None]).to(tl.int32), axis=1)
-        count = tl.sum(head.to(tl.int32), axis=0)
-        tl.store(table + before * 3, mine, mask=head)
-        tl.store(table + before * 3 + 1, place, mask=head)
-        tl.store(table + before * 3 + 2, tl.minimum(total - rank, M), mask=head)
-        tl.store(table + i * 3 + 2, 0, mask=(i >= count) & (i < pairs))
-
-
-@triton.jit
-def combine_kernel(y, ids, out, D: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    """``out[t] = sum over j of y[t TOP + j]`` in order, pairs without an expert left out."""
-    token = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for j in tl.static_range(TOP):
-        pair = token * TOP + j
-        width = tl.where(tl.load(ids + pair) >= 0, D, 0)
-        total += tl.load(y + pair * D + d, mask=d < width, other=0.0).to(tl.float32)
-    tl.store(out + token * D + d, total.to(out.dtype.element_ty), mask=d < D)

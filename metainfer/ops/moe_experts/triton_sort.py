@@ -1,7 +1,8 @@
-"""Pairs sorted by expert in one launch, as few as a decode step has: counts, borders, places.
+"""Pairs sorted by expert, stably: counts, borders, places; and the plan of a decode step.
 
-Every program counts all pairs for itself, so that none waits for another; the work grows with the
-square of the pairs, which is why more of them are sorted by the library.
+A program places the pairs of its share. It needs the counts of all pairs and of those before its
+own: it counts for itself where pairs are few, so that none waits for another, and adds up what a
+launch before has counted where they are many.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -12,47 +13,144 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from metainfer.ops.moe_experts.sorting import SLOTS
 
-@triton.jit(do_not_specialize=["pairs", "blocks"])
-def sort_kernel(
-    ids, order, table, tiles, bounds, pairs, blocks,
-    E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr, TABLE: tl.constexpr,
-):  # fmt: skip
-    """Program: SLOTS of the pairs. `order`: pairs by expert, then as they come; those of no expert
-    (-1) are left out. TABLE: `table` [blocks, 3] holds expert, first place in `order` and count of
-    each block of up to M pairs, 0 past the last; otherwise `bounds` [E + 1] holds the first place
-    of each expert and `tiles` [E + 1] its first block."""
+_SLOTS = tl.constexpr(SLOTS)
+
+
+@triton.jit
+def _slots(ids, begin, pairs):
+    """Numbers and experts of SLOTS pairs, -1 past the last."""
+    i = begin + tl.arange(0, _SLOTS)
+    return i, tl.load(ids + i, mask=i < pairs, other=-1)
+
+
+@triton.jit(do_not_specialize=["pairs", "share"])
+def count_kernel(ids, counts, pairs, share, EP: tl.constexpr):
+    """Program: pairs of each expert among its ``share SLOTS``, into `counts` [programs, EP]."""
     program = tl.program_id(0)
-    i = program * SLOTS + tl.arange(0, SLOTS)
+    count = tl.zeros([EP], tl.int32)
+    for step in range(share):
+        _, mine = _slots(ids, (program * share + step) * _SLOTS, pairs)
+        count += tl.histogram(mine, EP, mask=mine >= 0)
+    tl.store(counts + program * EP + tl.arange(0, EP), count)
+
+
+@triton.jit
+def _counts(ids, counts, begin, program, programs, pairs, EP: tl.constexpr, PAIRS: tl.constexpr):
+    """Pairs of each expert [EP]: (before pair `begin`, where the program's share starts; all)."""
+    if PAIRS:
+        j = tl.arange(0, PAIRS)
+        every = tl.load(ids + j, mask=j < pairs, other=-1)
+        total = tl.histogram(every, EP, mask=every >= 0)
+        before = tl.zeros([EP], tl.int32)
+        if PAIRS > _SLOTS:
+            before = tl.histogram(every, EP, mask=(every >= 0) & (j < begin))
+    else:
+        p, e = tl.arange(0, 16)[:, None], tl.arange(0, EP)[None, :]
+        earlier = tl.zeros([16, EP], tl.int32)
+        found = tl.zeros([16, EP], tl.int32)
+        for base in range(0, programs, 16):
+            part = tl.load(counts + (base + p) * EP + e, mask=base + p < programs, other=0)
+            found += part
+            earlier += tl.where(base + p < program, part, 0)
+        total, before = tl.sum(found, axis=0), tl.sum(earlier, axis=0)
+    return before, total
+
+
+@triton.jit
+def _sort(
+    ids, counts, order, table, tiles, bounds, pairs, blocks, share, program, programs,
+    E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, PAIRS: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """See `sort_kernel`; as program `program` of `programs`."""
+    begin = program * share * _SLOTS
+    before, total = _counts(ids, counts, begin, program, programs, pairs, EP, PAIRS)
     e = tl.arange(0, EP)
-    mine = tl.load(ids + i, mask=i < pairs, other=-1)
-    counts = tl.zeros([EP], tl.int32)
-    rank = tl.zeros([SLOTS], tl.int32)
-    for base in range(0, pairs, 32):
-        j = base + tl.arange(0, 32)
-        other = tl.load(ids + j, mask=j < pairs, other=-1)[None, :]
-        counts += tl.sum((other == e[:, None]).to(tl.int32), axis=1)
-        earlier = (other == mine[:, None]) & (j[None, :] < i[:, None])
-        rank += tl.sum(earlier.to(tl.int32), axis=1)
-    filled = (counts + M - 1) // M
-    first = tl.cumsum(counts, axis=0) - counts
-    first_block = tl.cumsum(filled, axis=0) - filled
-    own = mine[:, None] == e[None, :]
-    place = tl.sum(tl.where(own, first[None, :], 0), axis=1) + rank
-    tl.store(order + place, i.to(order.dtype.element_ty), mask=mine >= 0)
+    filled = (total + M - 1) // M
+    both = tl.cumsum(total.to(tl.int64) << 32 | filled, axis=0)  # one scan for both
+    first, first_block = (both >> 32).to(tl.int32) - total, both.to(tl.int32) - filled
+    free = first + before
+    for step in range(share):
+        i, mine = _slots(ids, begin + step * _SLOTS, pairs)
+        known = mine >= 0
+        same = (mine[None, :] == mine[:, None]) & (i[None, :] < i[:, None])
+        rank = tl.sum(same.to(tl.int32), axis=1)
+        place = tl.gather(free, tl.where(known, mine, 0), axis=0) + rank
+        tl.store(order + place, i.to(order.dtype.element_ty), mask=known)
+        if not PAIRS:
+            free += tl.histogram(mine, EP, mask=known)
     if TABLE:
-        block = tl.sum(tl.where(own, first_block[None, :], 0), axis=1) + rank // M
-        total = tl.sum(tl.where(own, counts[None, :], 0), axis=1)
-        head = (mine >= 0) & (rank % M == 0)
-        tl.store(table + block * 3, mine, mask=head)
-        tl.store(table + block * 3 + 1, place, mask=head)
-        tl.store(table + block * 3 + 2, tl.minimum(total - rank, M), mask=head)
+        for b in range(program, tl.max(filled, axis=0), programs):  # an expert's b-th block
+            at = table + (first_block + b) * 3
+            tl.store(at, e, mask=b < filled)
+            tl.store(at + 1, first + b * M, mask=b < filled)
+            tl.store(at + 2, tl.minimum(total - b * M, M), mask=b < filled)
         used = tl.sum(filled, axis=0)
-        for base in range(program * SLOTS, blocks, tl.num_programs(0) * SLOTS):
-            b = base + tl.arange(0, SLOTS)
-            tl.store(table + b * 3 + 2, 0, mask=(b >= used) & (b < blocks))
+        for base in range(used + program * _SLOTS, blocks, programs * _SLOTS):
+            unused = base + tl.arange(0, _SLOTS)
+            tl.store(table + unused * 3 + 2, 0, mask=unused < blocks)
     elif program == 0:
         tl.store(bounds + e, first.to(bounds.dtype.element_ty), mask=e < E)
         tl.store(tiles + e, first_block.to(tiles.dtype.element_ty), mask=e < E)
-        tl.store(bounds + E, tl.sum(counts, axis=0).to(bounds.dtype.element_ty))
+        tl.store(bounds + E, tl.sum(total, axis=0).to(bounds.dtype.element_ty))
         tl.store(tiles + E, tl.sum(filled, axis=0).to(tiles.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks", "share"])
+def sort_kernel(
+    ids, counts, order, table, tiles, bounds, pairs, blocks, share,
+    E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, PAIRS: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """Program: ``share SLOTS`` of the pairs. `order`: pairs by expert, then as they come; those of
+    no expert (-1) are left out. TABLE: `table` [blocks, 3] holds expert, first place in `order` and
+    count of each block of up to M pairs, 0 past the last; otherwise `bounds` [E + 1] holds the
+    first place of each expert and `tiles` [E + 1] its first block. PAIRS: not more than so many,
+    counted here, share 1; 0: `counts` comes from `count_kernel` with the same share."""
+    _sort(
+        ids, counts, order, table, tiles, bounds, pairs, blocks, share, tl.program_id(0),
+        tl.num_programs(0), E, EP, M, PAIRS, TABLE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _power(bits):
+    """2^ceil(log2(amax / 448)) from the bits of amax, floored at 1e-4; NaN stays visible."""
+    bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
+    exponent = ((bits + 0x1FFFFF) >> 23) - 8
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits < 0x7F800000, scale, float("nan")), inverse
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+
+
+@triton.jit(do_not_specialize=["rows", "pairs", "blocks"])
+def plan_kernel(
+    x, q, scales, ids, order, table, rows, x_stride, pairs, blocks,
+    K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The first programs sort the pairs as `sort_kernel` does (TABLE), SLOTS each; one more
+    quantises a block of 128 channels of ROWS tokens in mixed order."""
+    sorting: tl.constexpr = PAIRS // _SLOTS
+    if tl.program_id(0) < sorting:
+        _sort(
+            ids, ids, order, table, ids, ids, pairs, blocks, 1, tl.program_id(0), sorting,
+            E, EP, M, PAIRS, True,
+        )  # fmt: skip
+    else:
+        block = (tl.program_id(0) - sorting) % (K // 128)
+        row = (tl.program_id(0) - sorting) // (K // 128) * ROWS + tl.arange(0, ROWS)
+        live, col = row < rows, tl.arange(0, 128)
+        at = row.to(tl.int64)[:, None]
+        here = x + at * x_stride + block * 128 + col[None, :]
+        values = tl.load(here, mask=live[:, None], other=0.0).to(tl.float32)
+        scale, inverse = _power(_largest(values))
+        mixed = (col // 4 % 4) * 32 + col // 16 * 4 + col % 4
+        rounded = (values * inverse[:, None]).to(q.dtype.element_ty)
+        tl.store(q + at * K + block * 128 + mixed[None, :], rounded, mask=live[:, None])
+        tl.store(scales + row * (K // 128) + block, scale, mask=live)

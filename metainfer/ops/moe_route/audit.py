@@ -1,34 +1,55 @@
-"""Variants of the routing kernel that are compiled for every target."""
+"""Variants of the routing kernels that are compiled for every target."""
 
 from metainfer.kernels.variant import Variant
-from metainfer.ops.moe_route.tiles import FEW_ROWS, lanes, tile_for
+from metainfer.ops.moe_route.tiles import FEW, MANY, TILES, WHOLE, Tile, lanes
 
-SHAPE = {"rows": 8, "k": 4096, "e": 256, "top_k": 6}
+K, TOP = 4096, 6
+OPS = {False: "moe_route", True: "moe_route_hash"}
 
 
-def _route(op: str, kind: str, experts: int = 256, top_k: int = 6) -> Variant:
-    tile = tile_for(1 if kind == "few" else FEW_ROWS + 1, experts)
-    by_token = op == "moe_route_hash"
+def _shape(experts: int) -> dict[str, int]:
+    return {"rows": 8, "k": K, "e": experts, "top_k": TOP}
+
+
+def _score(kind: str, experts: int = 256, gate: str = "bf16") -> Variant:
+    tile, width = TILES[kind], 2 if gate == "bf16" else 4
     args: dict[str, str | int | bool] = {
-        "x": "*bf16", "gate": "*fp32", "bias": "*fp32", "table": "*i64", "tokens": "*i64",
-        "parts": "*fp32", "counters": "*i32", "ids": "*i32", "weights": "*fp32", "rows": "i32",
-        "x_stride": "i32", "scale": "fp32", "share": "i32", "K": 4096, "E": experts,
-        "EP": lanes(experts), "TOP": top_k, "PLACES": 8, "M": tile.m, "BK": tile.k,
-        "HASH": by_token, "ALONE": kind == "many", "EXACT": False,
+        "x": "*bf16", "gate": f"*{gate}", "parts": "*fp32", "rows": "i32", "x_stride": "i32:16",
+        "one": "fp32", "K": K, "E": experts, "EP": lanes(experts), "SHARE": tile.share(K, width),
+        "M": tile.m, "BE": tile.e, "BK": tile.step(width), "EXACT": False,
     }  # fmt: skip
     return Variant(
-        impl=f"{op}/triton",
-        name=f"{op.replace('_', '-')}-{kind}-{experts}",
-        kernel="metainfer.ops.moe_route.triton:route_kernel",
+        impl="moe_route/triton",
+        name=f"moe-route-score-{kind}-{gate}-{experts}",
+        kernel="metainfer.ops.moe_route.triton:score_kernel",
         args=args,
         warps=tile.warps,
         stages=tile.stages,
-        shape={**SHAPE, "e": experts, "top_k": top_k},
+        shape=_shape(experts),
         mma="mma",
     )
 
 
+def _choose(tile: Tile, by_token: bool, experts: int = 256) -> Variant:
+    op = OPS[by_token]
+    args: dict[str, str | int | bool] = {
+        "parts": "*fp32", "bias": "*fp32", "table": "*i64", "tokens": "*i64", "ids": "*i32",
+        "weights": "*fp32", "rows": "i32", "scale": "fp32", "E": experts, "EP": lanes(experts),
+        "TOP": TOP, "PLACES": 8, "SPLITS": tile.splits, "R": tile.each, "HASH": by_token,
+    }  # fmt: skip
+    return Variant(
+        impl=f"{op}/triton",
+        name=f"{op.replace('_', '-')}-choose-{tile.splits}x{tile.each}-{experts}",
+        kernel="metainfer.ops.moe_route.triton:choose_kernel",
+        args=args,
+        warps=1,
+        shape=_shape(experts),
+    )
+
+
 VARIANTS = (
-    *(_route(op, kind) for op in ("moe_route", "moe_route_hash") for kind in ("few", "many")),
-    *(_route("moe_route", kind, 384) for kind in ("few", "many")),
+    *(_score(kind, gate=gate) for kind in TILES for gate in ("bf16", "fp32")),
+    *(_score(kind, 384) for kind in TILES),
+    *(_choose(tile, by_token) for tile in (FEW, MANY, WHOLE) for by_token in OPS),
+    _choose(FEW, False, 384),
 )

@@ -5,13 +5,13 @@ from metainfer.kernels.conditions import at_most, shared_memory
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context
 from metainfer.ops.declare import SHORT, TRITON, own_matrix_unit, triton
-from metainfer.ops.moe_route.tiles import FEW_ROWS, tile_for
+from metainfer.ops.moe_route.tiles import TILES
 
 
 def _fits(context: Context) -> Verdict:
-    experts = extent(context, "e")
-    tiles = (tile_for(rows, experts) for rows in (1, FEW_ROWS + 1))
-    return shared_memory(max(tile.shared_bytes(experts, width(context)) for tile in tiles))(context)
+    """Whatever type the gate has."""
+    most = max(tile.shared_bytes(width(context), 4) for tile in TILES.values())
+    return shared_memory(most)(context)
 
 
 def _traffic(c: Context) -> float:

@@ -1,4 +1,4 @@
-"""Sizes of the routing kernel, read by kernel, calls, declarations and audit. No torch."""
+"""Sizes of the routing kernels, read by kernels, calls, declarations and audit. No torch."""
 
 from __future__ import annotations
 
@@ -7,47 +7,51 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`m` tokens by all experts, `k` channels a step."""
+    """`m` tokens by `e` experts, `k` channels a step; `splits` programs share out the channels. A
+    program of the second launch chooses for `each` tokens."""
 
     m: int
+    e: int
     k: int
+    splits: int
     warps: int
     stages: int
+    each: int = 1
 
-    def shared_bytes(self, experts: int, element: int) -> int:
-        """Upper estimate: buffers of tokens and gate, the gate's parts where the product reads them
-        from there, what the choice moves between warps."""
-        gate = lanes(experts) * self.k
-        parts = 3 * gate * element if self.m >= 64 else 0
-        return (self.stages - 1) * (self.m * self.k * element + gate * 4) + parts + 8192
+    def step(self, gate: int) -> int:
+        """Channels a step of a gate of `gate` bytes a number: half as many where it is wide."""
+        return self.k if gate <= 2 else self.k // 2
+
+    def share(self, k: int, gate: int) -> int:
+        """Steps of one program over `k` channels."""
+        steps = -(-k // self.step(gate))
+        return -(-steps // self.splits)
+
+    def shared_bytes(self, element: int, gate: int) -> int:
+        """Upper estimate: buffers of tokens and gate, and the three parts of a wide gate."""
+        step = self.step(gate)
+        parts = 3 * self.e * step * element if gate > element else 0
+        return self.stages * step * (self.m * element + self.e * gate) + parts + 2048
 
 
-FEW = Tile(m=16, k=32, warps=8, stages=3)
-FEW_WIDE = Tile(m=16, k=32, warps=8, stages=2)
-MANY = Tile(m=64, k=32, warps=8, stages=2)
-MANY_WIDE = Tile(m=32, k=32, warps=8, stages=2)
+FEW = Tile(m=16, e=16, k=128, splits=8, warps=4, stages=5)
+SOME = Tile(m=64, e=32, k=64, splits=8, warps=4, stages=5)
+MANY = Tile(m=128, e=128, k=64, splits=4, warps=8, stages=3)
+WHOLE = Tile(m=128, e=128, k=64, splits=1, warps=8, stages=3, each=4)
 
-FEW_ROWS = 256
-"""Most tokens whose channels are shared out over programs: the whole card reads the gate."""
+TILES = {"few": FEW, "some": SOME, "many": MANY, "whole": WHOLE}
+MOST = {"few": 32, "some": 256, "many": 4096}
+"""Most tokens of a tile: each kind has about as many programs as a card has multiprocessors."""
 
-MAX_SPLITS = 32
+
+def tile_for(rows: int) -> Tile:
+    """From shapes alone: a token's sums are the same in every call of its size."""
+    for kind, most in MOST.items():
+        if rows <= most:
+            return TILES[kind]
+    return WHOLE
 
 
 def lanes(experts: int) -> int:
-    """Experts as a tile holds them: a power of two, at least 16."""
+    """Experts as the choice holds them: a power of two, at least 16."""
     return max(16, 1 << (experts - 1).bit_length())
-
-
-def tile_for(rows: int, experts: int) -> Tile:
-    """More than 256 experts leave less room."""
-    if rows <= FEW_ROWS:
-        return FEW if experts <= 256 else FEW_WIDE
-    return MANY if experts <= 256 else MANY_WIDE
-
-
-def splits_for(rows: int, k: int, units: int) -> int:
-    """Programs that share the channels of a block of few tokens: from shapes alone."""
-    if rows > FEW_ROWS:
-        return 1
-    steps, blocks = -(-k // FEW.k), -(-rows // FEW.m)
-    return max(1, min(MAX_SPLITS, steps // 2, units // blocks))

@@ -1,8 +1,9 @@
-"""DeepSeek's router in one launch: products with the gate, scores, the choice, weights.
+"""DeepSeek-V4's router in two launches: products with the gate, then choice and weights.
 
-A program takes a block of tokens, all experts and a part of the channels; the last of a block to
-arrive adds the parts in order and chooses. Products of halves are exact and summed in float32; a
-float32 gate beside bfloat16 tokens is multiplied as three bfloat16 parts, which hold all its bits.
+A program of the first multiplies some tokens with some experts over a part of the channels; one
+warp of the second adds a token's parts in order, chooses and weighs, every reduction within the
+warp. Products of halves are exact and summed in float32; a float32 gate beside bfloat16 tokens is
+multiplied as three bfloat16 parts, which hold all its bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -13,24 +14,56 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_LOWEST = tl.constexpr(-(1 << 31))
+
 
 @triton.jit
-def _product(x, gate, acc, EXACT: tl.constexpr):
-    """``acc + x gate^T``: x [M, K], gate [E, K]."""
+def _product(x, gate, EXACT: tl.constexpr):
+    """``x gate^T``: x [M, K], gate [E, K]."""
     if EXACT:
         wide = tl.trans(gate.to(tl.float32))
-        acc = tl.dot(x.to(tl.float32), wide, acc, input_precision="ieee")
+        acc = tl.dot(x.to(tl.float32), wide, input_precision="ieee")
     elif gate.dtype == x.dtype:
-        acc = tl.dot(x, tl.trans(gate), acc)
+        acc = tl.dot(x, tl.trans(gate))
     else:
         high = gate.to(x.dtype)
         rest = gate - high.to(tl.float32)
         middle = rest.to(x.dtype)
         low = (rest - middle.to(tl.float32)).to(x.dtype)
-        acc = tl.dot(x, tl.trans(low), acc)
+        acc = tl.dot(x, tl.trans(low))
         acc = tl.dot(x, tl.trans(middle), acc)
         acc = tl.dot(x, tl.trans(high), acc)
     return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def score_kernel(
+    x, gate, parts, rows, x_stride, one,
+    K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SHARE: tl.constexpr,
+    M: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Program (M tokens, BE experts, part): logits of steps ``part SHARE ..`` of BK channels, in
+    `parts` [splits, rows, EP]. A matrix unit cuts digits off where it adds to a running sum, so a
+    step is summed apart and added in float32; times `one`, lest the compiler chain them."""
+    block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, k = block * M + tl.arange(0, M), tl.arange(0, BK)
+    expert = tile * BE + tl.arange(0, BE)
+    live, known = (row < rows)[:, None], (expert < E)[:, None]
+    left = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    right = gate + expert[:, None] * K + k[None, :]
+    acc = tl.zeros([M, BE], tl.float32)
+    for step in range(part * SHARE, tl.minimum((part + 1) * SHARE, tl.cdiv(K, BK))):
+        at = step * BK
+        if K % BK == 0:
+            token = tl.load(left + at, mask=live, other=0.0)
+            weight = tl.load(right + at, mask=known, other=0.0)
+        else:
+            inside = (at + k < K)[None, :]
+            token = tl.load(left + at, mask=live & inside, other=0.0)
+            weight = tl.load(right + at, mask=known & inside, other=0.0)
+        acc += _product(token, weight, EXACT) * one
+    where = (part * rows + row).to(tl.int64)[:, None] * EP + expert[None, :]
+    tl.store(parts + where, acc, mask=live & (expert < EP)[None, :])
 
 
 @triton.jit
@@ -53,87 +86,63 @@ def _root_softplus(x):
 
 @triton.jit
 def _ordered(sums, known):
-    """float32 sums [M, EP] as whole numbers in their order: NaN first, one zero; what is no expert
+    """float32 sums [R, EP] as whole numbers in their order: NaN first, one zero; what is no expert
     comes last."""
     bits = tl.where(sums == 0.0, 0.0, sums).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(sums == sums, bits, 0x7FFFFFFF)
-    return tl.where(known[None, :], bits, -(1 << 31))
+    return tl.where(known[None, :], bits, _LOWEST)
 
 
 @triton.jit
-def _choose(
-    logits, row, live, bias, table, tokens, ids, weights, scale,
+def _best(s, key, expert, EP: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr):
+    """The TOP highest of key [R, EP], ties to the lower expert: (experts, scores) [R, PLACES].
+    Scores pass as their bits: a warp takes the largest of whole numbers in one instruction."""
+    place = tl.arange(0, PLACES)[None, :]
+    bits = s.to(tl.int32, bitcast=True)
+    found = tl.zeros([key.shape[0], PLACES], tl.int32)
+    score = tl.zeros([key.shape[0], PLACES], tl.int32)
+    for j in range(TOP):
+        most = tl.max(key, axis=1)[:, None]
+        first = tl.min(tl.where(key == most, expert[None, :], EP), axis=1)[:, None]
+        here = expert[None, :] == first
+        own = tl.max(tl.where(here, bits, _LOWEST), axis=1)[:, None]
+        found = tl.where(place == j, first, found)
+        score = tl.where(place == j, own, score)
+        key = tl.where(here, _LOWEST, key)
+    return found, score.to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def choose_kernel(
+    parts, bias, table, tokens, ids, weights, rows, scale,
     E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr,
-    HASH: tl.constexpr,
+    SPLITS: tl.constexpr, R: tl.constexpr, HASH: tl.constexpr,
 ):  # fmt: skip
-    expert, place = tl.arange(0, EP), tl.arange(0, PLACES)
-    s = _root_softplus(logits)
-    token, key = row, expert
+    """Program: R tokens. HASH: experts are rows of `table` by token id, otherwise by score and
+    `bias`."""
+    row, place = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, PLACES)[None, :]
+    live = row < rows
+    at = row.to(tl.int64)[:, None]
+    wanted = live[:, None] & (place < TOP)
+    size = rows.to(tl.int64) * EP
     if HASH:
         token = tl.load(tokens + row, mask=live, other=0)
+        found = tl.load(table + token[:, None] * TOP + place, mask=wanted, other=0).to(tl.int32)
+        logits = tl.zeros([R, PLACES], tl.float32)
+        for part in tl.static_range(SPLITS):
+            logits += tl.load(parts + part * size + at * EP + found, mask=wanted, other=0.0)
+        chosen = _root_softplus(logits)
     else:
-        sums = s + tl.load(bias + expert, mask=expert < E, other=0.0)[None, :]
-        key = _ordered(sums, expert < E)
-    chosen = tl.zeros([logits.shape[0], PLACES], tl.float32)
-    for j in range(TOP):
-        if HASH:
-            found = tl.load(table + token * TOP + j, mask=live, other=0).to(tl.int32)
-        else:
-            best = tl.max(key, axis=1)
-            found = tl.min(tl.where(key == best[:, None], expert[None, :], EP), axis=1)
-        here = expert[None, :] == found[:, None]
-        score = tl.sum(tl.where(here, s, 0.0), axis=1)
-        chosen = tl.where((place == j)[None, :], score[:, None], chosen)
-        tl.store(ids + row * TOP + j, found, mask=live)
-        if not HASH:
-            key = tl.where(here, -(1 << 31), key)
-    total = tl.sum(chosen, axis=1) + 1e-20
-    share = tl.div_rn(chosen, tl.broadcast_to(total[:, None], chosen.shape)) * scale
-    at = row.to(tl.int64)[:, None] * TOP + place[None, :]
-    tl.store(weights + at, share, mask=live[:, None] & (place < TOP)[None, :])
-
-
-@triton.jit(do_not_specialize=["rows", "x_stride", "share"])
-def route_kernel(
-    x, gate, bias, table, tokens, parts, counters, ids, weights, rows, x_stride, scale, share,
-    K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr,
-    M: tl.constexpr, BK: tl.constexpr, HASH: tl.constexpr, ALONE: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """Program (block of M tokens, part): steps ``part * share ..`` of BK channels. ALONE: one part
-    has all. HASH: experts are rows of `table` by token id, otherwise by score and `bias`."""
-    block, part = tl.program_id(0), tl.program_id(1)
-    row = block * M + tl.arange(0, M)
-    live = row < rows
-    expert, k = tl.arange(0, EP), tl.arange(0, BK)
-    known = expert < E
-    acc = tl.zeros([M, EP], tl.float32)
-    left = x + row.to(tl.int64)[:, None] * x_stride
-    right = gate + expert[:, None] * K
-    for step in range(part * share, tl.minimum((part + 1) * share, tl.cdiv(K, BK))):
-        at = step * BK + k
-        inside = (at < K)[None, :]
-        token = tl.load(left + at[None, :], mask=live[:, None] & inside, other=0.0)
-        wide = tl.load(right + at[None, :], mask=known[:, None] & inside, other=0.0)
-        acc = _product(token, wide, acc, EXACT)
-    if ALONE:
-        _choose(acc, row, live, bias, table, tokens, ids, weights, scale, E, EP, TOP, PLACES, HASH)
-    else:
-        where = row.to(tl.int64)[:, None] * EP + expert[None, :]
-        size = rows.to(tl.int64) * EP
-        tl.store(parts + part * size + where, acc, mask=live[:, None])
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + block, 1, sem="acq_rel")
-        if arrived == tl.num_programs(1) - 1:
-            tl.store(counters + block, 0)
-            total = tl.zeros([M, EP], tl.float32)
-            for other in range(tl.num_programs(1)):
-                total += tl.load(
-                    parts + other * size + where, mask=live[:, None], other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-            _choose(
-                total, row, live, bias, table, tokens, ids, weights, scale, E, EP, TOP, PLACES,
-                HASH,
-            )  # fmt: skip
+        expert = tl.arange(0, EP)
+        total = tl.zeros([R, EP], tl.float32)
+        for part in tl.static_range(SPLITS):
+            where = part * size + at * EP + expert[None, :]
+            total += tl.load(parts + where, mask=live[:, None], other=0.0)
+        s = _root_softplus(total)
+        added = tl.load(bias + expert, mask=expert < E, other=0.0)
+        found, chosen = _best(s, _ordered(s + added[None, :], expert < E), expert, EP, TOP, PLACES)
+    chosen = tl.where(place < TOP, chosen, 0.0)
+    sums = tl.broadcast_to((tl.sum(chosen, axis=1) + 1e-20)[:, None], chosen.shape)
+    tl.store(ids + at * TOP + place, found, mask=wanted)
+    tl.store(weights + at * TOP + place, tl.div_rn(chosen, sums) * scale, mask=wanted)

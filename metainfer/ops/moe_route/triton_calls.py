@@ -1,70 +1,51 @@
-"""Calls of the routing kernel: one launch each."""
+"""Calls of the routing kernels: two launches each."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 
-from metainfer.ops.moe_route.tiles import FEW, FEW_ROWS, lanes, splits_for, tile_for
-from metainfer.ops.moe_route.triton import route_kernel
-
-
-@cache
-def _units(device: torch.device) -> int:
-    """Multiprocessors; the interpreter's host stands for a small card."""
-    if device.type != "cuda":
-        return 4
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
-@cache
-def _counters(device: torch.device, gate: int) -> Tensor:
-    """Arrivals per block of few tokens at the gate stored at `gate`: zero before and after every
-    call."""
-    return torch.zeros(FEW_ROWS // FEW.m, dtype=torch.int32, device=device)
+from metainfer.ops.moe_route.tiles import Tile, lanes, tile_for
+from metainfer.ops.moe_route.triton import choose_kernel, score_kernel
 
 
 def moe_route(
-    x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int, scale: float, splits: int = 0
+    x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int, scale: float, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `ref.moe_route`."""
-    return _route(x, gate, bias, None, None, top_k, scale, splits)
+    return _route(x, gate, bias, None, None, top_k, scale, tile)
 
 
 def moe_route_hash(
-    x: Tensor, gate: Tensor, table: Tensor, token_ids: Tensor, *, scale: float, splits: int = 0
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, gate: Tensor, table: Tensor, token_ids: Tensor, *, scale: float,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `ref.moe_route_hash`."""
-    return _route(x, gate, None, table, token_ids, table.shape[1], scale, splits)
+    return _route(x, gate, None, table, token_ids, table.shape[1], scale, tile)
 
 
 def _route(
     x: Tensor, gate: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor | None,
-    top_k: int, scale: float, splits: int,
+    top_k: int, scale: float, tile: Tile | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`splits` shares out the channels of few tokens; the sum is the same every time."""
     (rows, k), experts, device = x.shape, gate.shape[0], x.device
     ids = torch.empty((rows, top_k), dtype=torch.int32, device=device)
     weights = torch.empty((rows, top_k), dtype=torch.float32, device=device)
     if rows == 0:
         return ids, weights
-    tile = tile_for(rows, experts)
-    splits = splits or splits_for(rows, k, _units(device))
-    wide = lanes(experts)
-    parts, counters = weights, ids
-    if splits > 1:
-        parts = torch.empty((splits, rows, wide), dtype=torch.float32, device=device)
-        counters = _counters(device, gate.data_ptr())
-    share = triton.cdiv(triton.cdiv(k, tile.k), splits)
+    tile, wide = tile or tile_for(rows), lanes(experts)
+    width = gate.element_size()
+    parts = torch.empty((tile.splits, rows, wide), dtype=torch.float32, device=device)
     # float16 has no room for the parts of a float32 gate
     exact = x.dtype == torch.float32 or x.dtype == torch.float16 != gate.dtype
-    route_kernel[(triton.cdiv(rows, tile.m), splits)](
-        x, gate, bias, table, tokens, parts, counters, ids, weights, rows, x.stride(0), scale,
-        share, k, experts, wide, top_k, triton.next_power_of_2(top_k), tile.m, tile.k,
-        table is not None, splits == 1, exact, num_warps=tile.warps, num_stages=tile.stages,
+    grid = (triton.cdiv(rows, tile.m), triton.cdiv(wide, tile.e), tile.splits)
+    score_kernel[grid](
+        x, gate, parts, rows, x.stride(0), 1.0, k, experts, wide, tile.share(k, width), tile.m,
+        tile.e, tile.step(width), exact, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    choose_kernel[(triton.cdiv(rows, tile.each),)](
+        parts, bias, table, tokens, ids, weights, rows, scale, experts, wide, top_k,
+        triton.next_power_of_2(top_k), tile.splits, tile.each, table is not None, num_warps=1,
     )  # fmt: skip
     return ids, weights
