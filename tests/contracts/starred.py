@@ -155,6 +155,7 @@ HEAVY = (
     "ops.linear.stored",
     "ops.moe_experts.layouts",
     "ops.moe_experts.mxfp4",
+    "ops.moe_experts.plan",
     "ops.rope.tables",
     "ops.sample.draw",
     "ops.sample.inputs",
