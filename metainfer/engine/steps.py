@@ -105,32 +105,28 @@ class Steps:
 
     def _take(self, plan: StepPlan) -> list[RequestOutput]:
         """Commit what came of the oldest step; `self._open` has those behind it."""
-        error, result = None, None
-        if not self._open:
-            error, self._failed = self._failed, None
-        if error is None:
-            try:
-                result = self._executor.collect()
-            except Exception as cause:  # noqa: BLE001 - raised below unless memory was short
-                error = cause
-        if result is None:
-            assert error is not None
-            return self._survive(plan, error)
-        for run in result.runs:
-            if run.code == NON_FINITE:
-                self._locate(plan, run.slot)
-        self._recorder.end(result)
-        self.last_s = result.seconds
-        return self._scheduler.commit(result)
-
-    def _survive(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
-        self._recorder.failed(error)
-        if not (is_out_of_memory(error) and hasattr(self._executor, "free_memory")):
-            raise error
-        asked = _SIZE.search(str(error))
-        # The frames below hold the tensors that filled the memory.
-        traceback.clear_frames(error.__traceback__)
-        return self._give_up(plan, asked[1] if asked else "")
+        try:
+            if self._failed is not None and not self._open:
+                raise self._failed
+            result = self._executor.collect()
+        except Exception as error:
+            self._failed = None
+            self._recorder.failed(error)
+            alone = hasattr(self._executor, "free_memory") and not self._open
+            if not (is_out_of_memory(error) and alone):
+                raise
+            asked = _SIZE.search(str(error))
+            # The frames below hold the tensors that filled the memory.
+            traceback.clear_frames(error.__traceback__)
+            size = asked[1] if asked else ""
+        else:
+            for run in result.runs:
+                if run.code == NON_FINITE and not self._scheduler.ended(run.slot):
+                    self._locate(plan, run.slot)
+            self._recorder.end(result)
+            self.last_s = result.seconds
+            return self._scheduler.commit(result)
+        return self._give_up(plan, size)
 
     def _give_up(self, plan: StepPlan, asked: str) -> list[RequestOutput]:
         gc.collect()
@@ -164,7 +160,7 @@ class Steps:
         where = "this executor cannot look for the place"
         place = None
         if any(slot in later.released for later in self._open):
-            where = "its request has left"
+            where = "the request was put back meanwhile"
         elif locate is not None:
             try:
                 place = locate(plan, slot)

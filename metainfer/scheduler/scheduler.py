@@ -404,6 +404,10 @@ class Scheduler:
         self.drafting.note(flight, result)
         return self._receiver.take(flight, result)
 
+    def ended(self, slot: int) -> bool:
+        """Whether the request that has `slot` in the oldest open plan ended since it was made."""
+        return any(run.slot == slot and seq.done for seq, run in self._flights[0].entries)
+
     def abandon(self, error: str) -> list[RequestOutput]:
         """The only open plan could not be computed for lack of memory; nothing of it counts.
 

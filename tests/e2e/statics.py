@@ -76,8 +76,9 @@ def capture_steps(
 
 
 def release_steps(executor: LocalExecutor) -> None:
-    """Back to steps op by op on their own shapes."""
+    """Back to steps op by op on their own shapes, each read at once."""
     executor._static = executor._tables = None
+    executor._parts = replace(executor._parts, graphs=(), overlap=False)
 
 
 class Logits:

@@ -134,3 +134,18 @@ def test_the_bound_on_prompts_beside_answers_is_the_users_to_set() -> None:
         resolved(mixed_tokens=96, chunk_tokens=64, concurrency=1)
     with pytest.raises(UsageError, match="must be at least 1"):
         resolved(mixed_tokens=0)
+
+
+def test_whether_steps_are_read_late_says_what_stands_against_it() -> None:
+    def against(found: Resolved) -> list[str]:
+        chosen = decision(found, "overlap")
+        assert chosen.origin is Origin.DERIVED and chosen.value is found.plan.overlap
+        assert found.plan.overlap is not bool(chosen.losers)
+        return [reason.code for loser in chosen.losers for reason in loser.reasons]
+
+    assert against(resolved()) == []
+    assert against(resolved(graphs=False, draft="ngram:2")) == ["graph", "draft"]
+    from test_spread_contexts import planned
+
+    tp = planned("random:qwen3-8b?layers=4", context=8192, parallel="tp8")
+    assert "not-built" in against(tp)

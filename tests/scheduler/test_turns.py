@@ -1,0 +1,155 @@
+"""The engine's turns over a device that reads late, and at times fails: the same answers."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from null_world import SHAPES, VOCAB, World, request, world_of
+
+from metainfer.core.errors import InternalError
+from metainfer.core.request import FinishReason
+from metainfer.core.step import StepPlan, StepResult
+from metainfer.engine.protocol import Fault
+from metainfer.engine.recorder import FlightRecorder, in_flight, read
+from metainfer.engine.stacks import StackTimer
+from metainfer.engine.steps import Steps
+
+
+class LateDevice:
+    """The null device of a world. `lacks(plan)`: memory does not suffice for it; `slow(plan)`: it
+    is still under way when `submit` returns."""
+
+    def __init__(
+        self, world: World, lacks: Callable[[StepPlan], bool], slow: Callable[[StepPlan], bool]
+    ) -> None:
+        self._device, self._lacks, self._slow = world.device, lacks, slow
+        self.unread = False
+        self.deepest = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        # A device takes in the plan's diff before it allocates anything.
+        diff = StepPlan(plan.step, (), plan.new, plan.pages, released=plan.released)
+        self._device._execute(diff)
+        if self._lacks(plan):
+            raise MemoryError
+        self._device.submit(StepPlan(plan.step, plan.segments, (), (), plan.copies, plan.moves))
+        self.deepest = max(self.deepest, len(self._device._open))
+        self.unread = self._slow(plan)
+
+    def collect(self) -> StepResult:
+        return self._device.collect()
+
+    def free_memory(self) -> int:
+        return 1 << 20
+
+
+def turns(world: World, device: LateDevice) -> tuple[Steps, FlightRecorder, list[Fault]]:
+    recorder, faults = FlightRecorder(), list[Fault]()
+    # Everything is put back at once, drafts or not: that drafts give way first is not the question.
+    world._no_draft_holds_a_page = lambda domain, victim: None  # type: ignore[method-assign]
+    steps = Steps(device, world.scheduler, recorder, StackTimer(), faults.append, ahead=True)
+    return steps, recorder, faults
+
+
+def run(world: World, steps: Steps, limit: int = 4000) -> None:
+    for _ in range(limit):
+        if not world.scheduler.has_work:
+            return
+        for output in steps.turn()[1]:
+            world._take(output)
+        world.scheduler.audit()
+    raise InternalError(f"not finished after {limit} turns")
+
+
+@settings(max_examples=int(os.environ.get("WORKLOADS", "40")))
+@given(
+    shape=st.sampled_from(sorted(SHAPES)),
+    seed=st.integers(0, 10**6),
+    domains=st.integers(1, 2),
+    short=st.sampled_from([0.0, 0.1]),
+)
+def test_turns_ahead_change_no_answer(shape: str, seed: int, domains: int, short: float) -> None:
+    """Arrivals and cancels between turns, ends found late, steps that fail behind others."""
+    rng = random.Random(seed)
+    world = world_of(shape, slots=3, pages=rng.choice((30, 60)), domains=domains)
+    device = LateDevice(
+        world,
+        lambda plan: (
+            sum(len(r.runs) for s in plan.segments for r in s.ranks) > 1 and rng.random() < short
+        ),
+        lambda plan: rng.random() < 0.8,
+    )
+    steps, recorder, faults = turns(world, device)
+    stem = [rng.randrange(VOCAB) for _ in range(20)]
+    for number in range(rng.randrange(2, 8)):
+        prompt = [*stem[: rng.randrange(20)], *(rng.randrange(VOCAB) for _ in range(3))]
+        ends = tuple(rng.sample(range(VOCAB), 3))
+        world.add(request(f"r{number}", prompt, rng.randrange(1, 20), eos_token_ids=ends))
+        for _ in range(rng.randrange(4)):
+            for output in steps.turn()[1]:
+                world._take(output)
+        if rng.random() < 0.2:
+            world.cancel(f"r{rng.randrange(number + 1)}")
+    run(world, steps)
+    world.check()
+    assert all(answer.finish is not FinishReason.ERROR for answer in world.answers.values())
+    assert len(faults) == world.scheduler.counters.abandoned
+    assert in_flight(recorder.block) is None
+    assert all("outcome" in step for step in read(recorder.block)["steps"])
+    for manager in world.kv:
+        manager.flush()
+    world.scheduler.audit()
+
+
+def test_the_next_step_is_launched_before_the_latest_is_read() -> None:
+    world = world_of(slots=2)
+    device = LateDevice(world, lambda plan: False, lambda plan: True)
+    steps, recorder, _ = turns(world, device)
+    world.add(request("a", [1, 2, 3], 6))
+    world.add(request("b", [4, 5], 6))
+    plan, outputs = steps.turn()
+    assert plan is not None and plan.step == 0 and len(outputs) == 2
+    assert world.scheduler.awaiting == 1 and device.deepest == 2
+    assert in_flight(recorder.block) is not None
+    (flying,) = [step for step in read(recorder.block)["steps"] if "outcome" not in step]
+    assert flying["step"] == 1 == read(recorder.block)["in_flight"]["step"]
+    for output in outputs:
+        world._take(output)
+    run(world, steps)
+    world.check()
+    assert world.scheduler.counters.steps == 6  # ends by length are known before: none is wasted
+
+
+def test_a_step_that_was_read_at_once_is_followed_only_then() -> None:
+    world = world_of(slots=2)
+    device = LateDevice(world, lambda plan: False, lambda plan: False)
+    steps, _, _ = turns(world, device)
+    world.add(request("a", [1, 2, 3], 6))
+    run(world, steps)
+    assert device.deepest == 1
+
+
+def test_a_step_that_fails_behind_another_costs_that_one_nothing() -> None:
+    world = world_of(slots=4)
+    failed: list[int] = []
+
+    def lacks(plan: StepPlan) -> bool:
+        if world.scheduler.awaiting == 2 and not failed:
+            failed.append(plan.step)
+        return failed == [plan.step]
+
+    device = LateDevice(world, lacks, lambda plan: True)
+    steps, recorder, faults = turns(world, device)
+    for number in range(3):
+        world.add(request(f"r{number}", [number, 7], 5))
+    run(world, steps)
+    world.check()
+    assert failed == [1] and [fault.kind for fault in faults] == ["out_of_memory"]
+    outcomes = {step["step"]: step["outcome"]["error"] for step in read(recorder.block)["steps"]}
+    assert outcomes[0] == "" and outcomes[1] == "MemoryError" and set(outcomes.values()) == {
+        "", "MemoryError"
+    }  # fmt: skip
