@@ -367,6 +367,13 @@ def _attention(
         _text(tile, ""): lambda i, t=tile: attn_sparse(*args, lens, **options, tile=t)
         for tile in tiles
     }
+    if sweep and form.scale == "none" and rows <= 32:
+        forms |= {
+            f"{_text(tile, '')} chained": lambda i, t=tile: attn_sparse(
+                *args, lens, **options, tile=t, chained=True
+            )
+            for tile in (FEW, HOPPER)
+        }
     chosen = wgmma if form.scale == "none" else wgmma_scaled
     forms["as shapes choose"] = lambda i: chosen(*args, lens, **options)
     for text, call in forms.items():

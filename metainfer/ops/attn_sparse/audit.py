@@ -31,7 +31,7 @@ def _by_hand(splits: int, kind: str = "") -> Variant:
             "cos_sin": "*fp32", "positions": "*i64", "out": "*bf16", "parts": "*fp32",
             "peaks": "*fp32", "totals": "*fp32", "factor": "fp32", "q_stride": "i32:16",
             "width": "i32", "H": 64, "D": 512, "R": 64, "HB": HOPPER.heads, "N": HOPPER.n,
-            "SPLITS": splits, "WARPS": HOPPER.warps,
+            "SPLITS": splits, "WARPS": HOPPER.warps, "CHAINED": True,
         },
         warps=HOPPER.warps,
         shape=SHAPE,
@@ -51,7 +51,7 @@ def _sparse(
         "positions": "*i64", "out": "*bf16", "parts": "*fp32", "peaks": "*fp32",
         "totals": "*fp32", "factor": "fp32", "q_stride": "i32:16", "width": "i32", "H": 64,
         "D": 512, "R": 64, "HB": tile.heads, "N": tile.n, "SPLITS": splits, "EXACT": False,
-        "SCALED": scaled,
+        "SCALED": scaled, "CHAINED": few,
     }  # fmt: skip
     return Variant(
         impl=f"attn_sparse/triton{'-wgmma' if few else kind}",
@@ -78,6 +78,7 @@ def _places(scaled: int) -> Variant:
         "entry_width": "i32", "shift": "i64", "width": "i32", "LOCAL_PAGE": 64, "ENTRY_PAGE": 64,
         "TOP": 512, "TOP_LANES": 512, "ENTRIES": True, "ROW": 576 if scaled else 512,
         "LOCAL_BYTES": page, "ENTRY_BYTES": page, "SCALES": 8 if scaled else 0, "LANES": 1024,
+        "CHAINED": False,
     }  # fmt: skip
     return Variant(
         impl=f"attn_sparse/triton{kind}",
@@ -96,7 +97,7 @@ _MERGE = Variant(
     args={
         "parts": "*fp32", "peaks": "*fp32", "totals": "*fp32", "counts": "*i32", "sinks": "*fp32",
         "cos_sin": "*fp32", "positions": "*i64", "out": "*bf16", "H": 64, "D": 512, "R": 64,
-        "SPLITS": 16,
+        "SPLITS": 16, "CHAINED": False,
     },
     warps=4,
     shape=SHAPE,

@@ -111,10 +111,12 @@ def places_kernel(
     sequences, window, ratio, local_width, entry_width, shift, width,
     LOCAL_PAGE: tl.constexpr, ENTRY_PAGE: tl.constexpr, TOP: tl.constexpr, TOP_LANES: tl.constexpr,
     ENTRIES: tl.constexpr, ROW: tl.constexpr, LOCAL_BYTES: tl.constexpr,
-    ENTRY_BYTES: tl.constexpr, SCALES: tl.constexpr, LANES: tl.constexpr,
+    ENTRY_BYTES: tl.constexpr, SCALES: tl.constexpr, LANES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Where each query's keys begin, relative to the window's cache: [rows, width], the window's
     first; `shift` leads to the entries' cache. TOP: entries listed per query, 0 for all visible."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     t, piece = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + t)
     far = 0
@@ -160,19 +162,23 @@ def sparse_kernel(
     q, cache, places, scale_places, counts, sinks, cos_sin, positions, out, parts, peaks, totals,
     factor, q_stride, width,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HB: tl.constexpr, N: tl.constexpr,
-    SPLITS: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr,
+    SPLITS: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    """CHAINED: launched while the kernel before still runs, whose results are waited for."""
     t, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, lane = block * HB + tl.arange(0, HB), tl.arange(0, D)
+    heads = (head < H)[:, None]
+    where = t.to(tl.int64) * q_stride + head[:, None] * D + lane[None, :]
+    tile = tl.load(q + where, mask=heads, other=0.0)  # [HB, D]
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     count = tl.load(counts + t)
     if count > 0:
         tiles = tl.cdiv(count, N)
         share = tl.cdiv(tiles, SPLITS)
         begin = part * share
         end = tl.minimum(begin + share, tiles)
-        head, lane = block * HB + tl.arange(0, HB), tl.arange(0, D)
-        heads = (head < H)[:, None]
-        where = t.to(tl.int64) * q_stride + head[:, None] * D + lane[None, :]
-        tile = tl.load(q + where, mask=heads, other=0.0)  # [HB, D]
         peak = tl.full([HB], float("-inf"), tl.float32)
         total = tl.zeros([HB], tl.float32)
         mixed = tl.zeros([HB, D], tl.float32)
@@ -206,9 +212,11 @@ def sparse_kernel(
 @triton.jit
 def merge_kernel(
     parts, peaks, totals, counts, sinks, cos_sin, positions, out,
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The parts of one head of one query, the sink, and the turn back."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     t, head = tl.program_id(0), tl.program_id(1)
     if tl.load(counts + t) > 0:
         split, lane = tl.arange(0, SPLITS), tl.arange(0, D)

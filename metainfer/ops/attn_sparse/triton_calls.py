@@ -137,6 +137,7 @@ def _located(
     query_start: Tensor,
     window: int,
     ratio: int,
+    chained: bool,
 ) -> _Places:
     """The keys of every query, found once; in elements of the window's cache."""
     far, far_table, top, some = local, local_table, 0, False
@@ -156,7 +157,7 @@ def _located(
         far_table.stride(0), shift, width, local.entries, far.entries, top,
         triton.next_power_of_2(max(top, 1)), some, form.width + form.tail if scaled else form.width,
         local.data.stride(0) if scaled else 0, far.data.stride(0) if scaled else 0,
-        form.bytes - form.width - form.tail if scaled else 0, 1024, num_warps=4,
+        form.bytes - form.width - form.tail if scaled else 0, 1024, chained, num_warps=4,
     )  # fmt: skip
     return _Places(at, scale_at, counts, width)
 
@@ -181,11 +182,13 @@ def attn_sparse(
     splits: int = 0,
     native: bool = True,
     hopper: bool = False,
+    chained: bool = False,
 ) -> Tensor:
     """See `ref.attn_sparse`; `selected` lists its entries first, then -1. D is a power of two.
 
     The number of parts follows from shapes alone (rows, table widths), never from lengths.
     `hopper`: in the Hopper form where `tiles.hopper_for` says so, plain latents only.
+    `chained`: each launch begins while the one before ends (9.0 and newer).
     """
     if not heads_packed(q):
         raise InternalError(f"attention wants packed query heads, got strides {q.stride()}")
@@ -200,7 +203,16 @@ def attn_sparse(
     block = min(tile.heads, max(16, triton.next_power_of_2(heads)))
     blocks, rotated = triton.cdiv(heads, block), cos_sin.shape[1]
     places = _located(
-        local, local_table, entries, entry_table, selected, positions, query_start, window, ratio
+        local,
+        local_table,
+        entries,
+        entry_table,
+        selected,
+        positions,
+        query_start,
+        window,
+        ratio,
+        chained,
     )
     splits = splits or splits_for(rows * blocks, -(-places.width // tile.n), units)
     parts = peaks = totals = out
@@ -213,19 +225,19 @@ def attn_sparse(
         triton_wgmma.sparse_kernel[grid](
             q, local.data, places.at, places.counts, sinks, cos_sin, positions, out, parts, peaks,
             totals, scale * LOG2E, q.stride(0), places.width, heads, d, rotated, tile.heads, tile.n,
-            splits, tile.warps, num_warps=tile.warps,
+            splits, tile.warps, chained, num_warps=tile.warps, launch_pdl=chained,
         )  # fmt: skip
     else:
         sparse_kernel[grid](
             q, local.data, places.at, places.scale_at, places.counts, sinks, cos_sin, positions,
             out, parts, peaks, totals, scale * LOG2E, q.stride(0), places.width, heads, d, rotated,
             block, tile.n, splits, q.dtype == torch.float32, (1 if native else 2) if scaled else 0,
-            num_warps=tile.warps, num_stages=tile.stages,
+            chained, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=chained,
         )  # fmt: skip
     if splits > 1:
         merge_kernel[(rows, heads)](
             parts, peaks, totals, places.counts, sinks, cos_sin, positions, out, heads, d, rotated,
-            splits, num_warps=4,
+            splits, chained, num_warps=4, launch_pdl=chained,
         )  # fmt: skip
     return out
 

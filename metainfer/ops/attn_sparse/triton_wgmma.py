@@ -25,6 +25,15 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 
 
 @gluon.jit
+def _after_the_launch_before():
+    """Wait for what the launch before wrote, and let the launch after begin."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; griddepcontrol.wait; // dummy $0", "=r", [],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _places_of(places, step, last, N: gl.constexpr, rows: gl.constexpr):
     """Where the keys of tile `step` begin; past the last key, the last again (its weight is 0)."""
     j = gl.minimum(step * N + gl.arange(0, N, rows), last)
@@ -56,9 +65,10 @@ def sparse_kernel(
     q, cache, places, counts, sinks, cos_sin, positions, out, parts, peaks, totals, factor,
     q_stride, width,
     H: gl.constexpr, D: gl.constexpr, R: gl.constexpr, HB: gl.constexpr, N: gl.constexpr,
-    SPLITS: gl.constexpr, WARPS: gl.constexpr,
+    SPLITS: gl.constexpr, WARPS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """One query, HB heads of it and a part of its keys; HB is 64 and H a multiple of it."""
+    """One query, HB heads of it and a part of its keys; HB is 64 and H a multiple of it. CHAINED:
+    launched while the kernel before still runs."""
     logits: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, WARPS // 4], [16, N // (WARPS // 4), 16]
     )
@@ -70,6 +80,12 @@ def sparse_kernel(
     columns: gl.constexpr = gl.SliceLayout(0, logits)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     t, block, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    lane = gl.arange(0, D, gl.SliceLayout(0, move))[None, :]
+    from_q = q + t.to(gl.int64) * q_stride + block * HB * D
+    q_tile = gl.allocate_shared_memory(q.dtype.element_ty, [HB, D], shared)
+    _copy(q_tile, from_q + gl.arange(0, HB, rows)[:, None] * D + lane)
+    if CHAINED:
+        _after_the_launch_before()
     count = gl.load(counts + t)
     share = gl.cdiv(gl.cdiv(count, N), SPLITS)
     begin = part * share
@@ -78,17 +94,14 @@ def sparse_kernel(
     if begin < end:
         mine = places + t.to(gl.int64) * width
         last = count - 1
-        lane = gl.arange(0, D, gl.SliceLayout(0, move))[None, :]
         at = _places_of(mine, begin, last, N, rows)
         later = _places_of(mine, begin + 1, last, N, rows)
-        from_q = q + t.to(gl.int64) * q_stride + block * HB * D
-        q_tile = gl.allocate_shared_memory(q.dtype.element_ty, [HB, D], shared)
         ring = gl.allocate_shared_memory(q.dtype.element_ty, [2, N, D], shared)
         p_tile = gl.allocate_shared_memory(q.dtype.element_ty, [HB, N], shared)
-        _copy(q_tile, from_q + gl.arange(0, HB, rows)[:, None] * D + lane)
         _copy(ring.index(0), cache + at[:, None] + lane)
         async_copy.commit_group()
-        _copy(ring.index(1), cache + later[:, None] + lane)
+        if begin + 1 < end:
+            _copy(ring.index(1), cache + later[:, None] + lane)
         async_copy.commit_group()
         later = _places_of(mine, begin + 2, last, N, rows)
         peak = gl.full([HB], float("-inf"), gl.float32, gl.SliceLayout(1, logits))
@@ -119,7 +132,8 @@ def sparse_kernel(
             )
             mixed = warpgroup_mma_wait(1, deps=[mixed])
             _barrier()
-            _copy(ring.index(slot), cache + later[:, None] + lane)
+            if step + 2 < end:
+                _copy(ring.index(slot), cache + later[:, None] + lane)
             async_copy.commit_group()
             later = _places_of(mine, step + 3, last, N, rows)
             scores = warpgroup_mma_wait(0, deps=[scores])
@@ -151,8 +165,8 @@ def sparse_kernel(
             gl.store(peaks + place, above)
             gl.store(totals + place, total)
             mixed = warpgroup_mma_wait(0, deps=[mixed])
-            row = (t.to(gl.int64) * H + block * HB) * SPLITS + part
-            row += gl.arange(0, HB, gl.SliceLayout(1, values)) * SPLITS
+            row = t.to(gl.int64) * H + block * HB + gl.arange(0, HB, gl.SliceLayout(1, values))
+            row = row * SPLITS + part
             column = gl.arange(0, D, gl.SliceLayout(0, values))
             gl.store(parts + row[:, None] * D + column[None, :], mixed)
     elif SPLITS > 1:
