@@ -19,6 +19,7 @@ from metainfer.ops.moe_experts.sorting import blocks_of
 from metainfer.ops.moe_experts.tiles import (
     FEW_SLOTS,
     SPAN,
+    PipelinedTile,
     Tile,
     WgmmaTile,
     chunk_for,
@@ -32,6 +33,7 @@ from metainfer.ops.moe_experts.triton_mxfp4 import (
     stream_down_kernel,
     stream_up_kernel,
 )
+from metainfer.ops.moe_experts.triton_pipelined import pipelined_kernel
 from metainfer.ops.moe_experts.triton_wgmma import experts_kernel
 
 
@@ -76,7 +78,7 @@ def experts(
     *,
     experts: int,
     limit: float = 0.0,
-    tile: Tile | WgmmaTile | None = None,
+    tile: Tile | WgmmaTile | PipelinedTile | None = None,
     chunked: bool | None = None,
     wide: bool = False,
 ) -> Tensor:
@@ -91,7 +93,7 @@ def experts(
         return out
     pairs = tokens * top
     few = pairs <= FEW_SLOTS if chunked is None else not chunked
-    if isinstance(tile, WgmmaTile):
+    if isinstance(tile, WgmmaTile | PipelinedTile):
         y = _wgmma(x, ids, routes, up, down, limit, experts, f, tile, few)
     else:
         form = _stream if few else _chunk
@@ -103,27 +105,40 @@ def experts(
 
 def _wgmma(
     x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
-    tile: WgmmaTile | None, few: bool,
+    tile: WgmmaTile | PipelinedTile, few: bool,
 ) -> Tensor:  # fmt: skip
     (tokens, d), top, device = x.shape, ids.shape[1], x.device
     pairs = tokens * top
-    tile = tile or wgmma_for(pairs, experts)
     hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
     y = torch.empty((pairs, d), dtype=torch.float32 if few else x.dtype, device=device)
     q, scales, order, table = planned(x, ids, experts, tile.m)
-    blocks = table.shape[0]
-    experts_kernel[(2 * f // tile.n, blocks)](
-        q, scales, order, table, routes, up.words, up.scales, up.refs, hidden,
-        limit or float("inf"), d, 2 * f, top, True, tile.n, tile.m, tile.blocks,
-        tile.stages, tile.warps, num_warps=tile.warps,
-    )  # fmt: skip
+    _product(q, scales, order, table, routes, up, hidden, limit, top, True, tile)
     q, scales = quantise(hidden, mixed=True)
-    experts_kernel[(d // tile.n, blocks)](
-        q, scales, order, table, routes, down.words, down.scales, down.refs, y,
-        0.0, f, d, top, False, tile.n, tile.m, tile.blocks,
-        tile.stages, tile.warps, num_warps=tile.warps,
-    )  # fmt: skip
+    _product(q, scales, order, table, routes, down, y, 0.0, top, False, tile)
     return y
+
+
+def _product(
+    q: Tensor, scales: Tensor, order: Tensor, table: Tensor, routes: Tensor, weight: Mx,
+    out: Tensor, limit: float, top: int, up: bool, tile: WgmmaTile | PipelinedTile,
+) -> None:  # fmt: skip
+    """One of the two products: ``up`` writes N / 2 hidden channels, otherwise N, N = out's."""
+    k, n = q.shape[1], out.shape[1] * (2 if up else 1)
+    grid = (n // tile.n, table.shape[0])
+    limit = limit or float("inf")
+    if isinstance(tile, WgmmaTile):
+        experts_kernel[grid](
+            q, scales, order, table, routes, weight.words, weight.scales, weight.refs, out, limit,
+            k, n, top, up, tile.n, tile.m, tile.blocks, tile.stages, tile.warps,
+            num_warps=tile.warps,
+        )  # fmt: skip
+    else:
+        ring = tile.ring if k % (tile.ring * 128) == 0 else 4
+        pipelined_kernel[grid](
+            q, scales, order, table, routes, weight.words.view(torch.int32), weight.scales,
+            weight.refs, out, limit, k, n, top, up, tile.n, tile.m, tile.least, ring, tile.warps,
+            num_warps=tile.warps,
+        )  # fmt: skip
 
 
 def _stream(

@@ -50,6 +50,25 @@ class WgmmaTile:
         return self.stages * stage + 2 * 16 * (self.n + self.m)
 
 
+@dataclass(frozen=True, slots=True)
+class PipelinedTile:
+    """Of the Hopper form that unpacks beside its products: `n` weight rows by up to `m` pairs.
+
+    A block of up to `least` pairs takes a tile of as many; `ring` blocks of 128 channels are held.
+    """
+
+    n: int
+    m: int
+    least: int
+    warps: int
+    ring: int = 4
+
+    def shared_bytes(self) -> int:
+        """Rings of packed weights, activations and the scales of both."""
+        block = self.n * BLOCK // 2 + self.m * BLOCK
+        return self.ring * block + self.ring // 2 * 16 * (self.n + self.m)
+
+
 WGMMA_STREAM = WgmmaTile(n=64, m=8, warps=4, stages=3, blocks=2)
 WGMMA_CHUNK = WgmmaTile(n=128, m=64, warps=4, stages=4)
 STREAM_WGMMA = Tile(n=128, m=16, warps=4, stages=4)
@@ -121,3 +140,7 @@ or.b32 $3, s, p;
 }
 """
 OPERANDS = "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r"
+
+# The same on int32 elements, eight nibbles each, two a time: the outputs of two int32 tensors.
+UNPACK_WORDS = UNPACK.replace("$10", "$8").replace("$14", "$10")
+OPERANDS_WORDS = "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r"

@@ -1,0 +1,211 @@
+"""The MXFP4 expert product for Hopper, unpacking beside products (Gluon).
+
+The arithmetic, the look-up table and the order of channels are those of `triton_mxfp4`, the rows of
+a tile those of `triton_wgmma`. While a block of 128 channels is multiplied, the weights of the next
+are unpacked into other registers. Activations lie in whole lines of 128 bytes, one product of 128
+channels. Every place of the ring is an array of its own, so that the compiler sees which is read
+and which is filled, and one barrier a block is enough. No proxy fence stands between copies and
+products, as none does in what Triton makes of a loop of its own.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# Kernel parameters are pointers and numbers of the compiler's own types.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from metainfer.ops.moe_experts.tiles import OPERANDS_WORDS, UNPACK_WORDS
+from metainfer.ops.moe_experts.triton_wgmma import _barrier, _copy, _row
+
+_UNPACK = gl.constexpr(UNPACK_WORDS)
+_OPERANDS = gl.constexpr(OPERANDS_WORDS)
+
+
+@gluon.jit
+def _unpacked(packed, four, ref, pick, BN: gl.constexpr):
+    """e4m3, four in an int32, [BN, 32] of a packed block [BN, 16], in the activations' order."""
+    low, high = gl.inline_asm_elementwise(
+        _UNPACK, _OPERANDS, [packed, four, ref, pick], dtype=(gl.int32, gl.int32), is_pure=True,
+        pack=2,
+    )  # fmt: skip
+    four = gl.join(low, high)  # output 2 j + i at [:, 2 c + i, j]
+    four = gl.permute(gl.reshape(four, [BN, 8, 2, 2]), (0, 3, 2, 1))
+    return gl.reshape(four, [BN, 32])
+
+
+@gluon.jit
+def _elements(four, left: gl.constexpr, BN: gl.constexpr):
+    """The same as e4m3 [BN, 128]: no instruction, another type."""
+    four = gl.join(gl.join(four, four), gl.join(four, four))
+    x = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [gl.reshape(four, [BN, 128])],
+        dtype=gl.int8, is_pure=True, pack=4,
+    )  # fmt: skip
+    return gl.convert_layout(x, left, assert_trivial=True).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def _four_of(kind: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """Four arrays in shared memory that the compiler tells apart."""
+    return (
+        gl.allocate_shared_memory(kind, shape, layout),
+        gl.allocate_shared_memory(kind, shape, layout),
+        gl.allocate_shared_memory(kind, shape, layout),
+        gl.allocate_shared_memory(kind, shape, layout),
+    )
+
+
+@gluon.jit
+def _fetch(
+    block, w_place, x_place, s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at, xs_live,
+    SCALES: gl.constexpr, PLACES: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a block of 128 channels; SCALES: and of the scales of the four that begin
+    with it (16 bytes of a row: a sector serves few)."""
+    _copy(w_place, w_at + block * 16)
+    _copy(x_place, x_at + block * 128, mask=x_live)
+    if SCALES:
+        group = block // 4
+        _copy(s_ring.index(group % PLACES), s_at + group * 4)
+        _copy(xs_ring.index(group % PLACES), xs_at + group * 4, mask=xs_live)
+
+
+@gluon.jit
+def _block(
+    q, q_scales, order, routes, w, scales, refs, out, limit, expert, first, count, tile,
+    K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
+    M: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Tile `tile` of BN weight rows by the `count` <= M pairs from place `first`."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
+    words: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    w_copy: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
+    x_copy: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
+    s_copy: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    xs_copy: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [1, 0])
+    base = expert.to(gl.int64) * N
+    w_row = base + _row(gl.arange(0, BN, gl.SliceLayout(1, w_copy)), tile, N, BN, UP)
+    w_at = w + (w_row * (K // 8))[:, None] + gl.arange(0, 16, gl.SliceLayout(0, w_copy))[None, :]
+    s_row = base + _row(gl.arange(0, BN, gl.SliceLayout(1, s_copy)), tile, N, BN, UP)
+    s_at = scales + (s_row * (K // 128))[:, None]
+    s_at = s_at + gl.arange(0, 4, gl.SliceLayout(0, s_copy))[None, :]
+    x_m = gl.arange(0, M, gl.SliceLayout(1, x_copy))
+    xs_m = gl.arange(0, M, gl.SliceLayout(1, xs_copy))
+    x_live, xs_live = x_m < count, xs_m < count
+    token, xs_token = first + x_m, first + xs_m
+    if UP:
+        token = gl.load(order + token, mask=x_live, other=0) // TOP
+        xs_token = gl.load(order + xs_token, mask=xs_live, other=0) // TOP
+    x_at = q + (token.to(gl.int64) * K)[:, None]
+    x_at = x_at + gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
+    xs_at = q_scales + (xs_token.to(gl.int64) * (K // 128))[:, None]
+    xs_at = xs_at + gl.arange(0, 4, gl.SliceLayout(0, xs_copy))[None, :]
+    x_live, xs_live = x_live[:, None], xs_live[:, None]
+
+    w_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
+    x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    rows_of: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    columns_of: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
+    AHEAD: gl.constexpr = RING - 1
+    PLACES: gl.constexpr = RING // 2  # of scales: those of four blocks each
+    w_ring = _four_of(gl.int32, [BN, 16], w_shared)
+    x_ring = _four_of(gl.float8e4nv, [M, 128], x_shared)
+    if RING == 8:
+        w_ring = w_ring + _four_of(gl.int32, [BN, 16], w_shared)
+        x_ring = x_ring + _four_of(gl.float8e4nv, [M, 128], x_shared)
+    s_ring = gl.allocate_shared_memory(gl.int32, [PLACES, BN, 4], rows_of)
+    xs_ring = gl.allocate_shared_memory(gl.float32, [PLACES, M, 4], columns_of)
+
+    for s in gl.static_range(AHEAD):
+        _fetch(
+            s, w_ring[s], x_ring[s], s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at, xs_live,
+            s % 4 == 0, PLACES,
+        )  # fmt: skip
+        async_copy.commit_group()
+    rows = base + _row(gl.arange(0, BN, gl.SliceLayout(1, words)), tile, N, BN, UP)
+    ref = gl.load(refs + rows).to(gl.int32)[:, None]
+    pick = (gl.arange(0, 16, gl.SliceLayout(0, words)) // 4 + 0x4440)[None, :]
+    BLOCKS: gl.constexpr = K // 128
+    acc = gl.zeros([BN, M], gl.float32, mma)
+    zero = gl.zeros([BN, M], gl.float32, mma)
+    async_copy.wait_group(AHEAD - 1)
+    _barrier()
+    four = s_ring.index(0).slice(0, 1, 1).load(words)
+    a = _unpacked(w_ring[0].load(words), four, ref, pick, BN)
+    for turn in range(BLOCKS // RING):
+        more = turn + 1 < BLOCKS // RING
+        for s in gl.static_range(RING):
+            block = turn * RING + s
+            part = warpgroup_mma(
+                _elements(a, left, BN), x_ring[s].permute((1, 0)), zero, use_acc=False,
+                is_async=True,
+            )  # fmt: skip
+            async_copy.wait_group(AHEAD - 2)  # the next block is there, for all warps
+            _barrier()
+            # past the last block this unpacks what nobody multiplies
+            four = s_ring.index((block + 1) // 4 % PLACES).slice((s + 1) % 4, 1, 1).load(words)
+            a = _unpacked(w_ring[(s + 1) % RING].load(words), four, ref, pick, BN)
+            if s + AHEAD < RING or more:
+                _fetch(
+                    block + AHEAD, w_ring[(s + AHEAD) % RING], x_ring[(s + AHEAD) % RING],
+                    s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at, xs_live,
+                    (s + AHEAD) % 4 == 0, PLACES,
+                )  # fmt: skip
+            async_copy.commit_group()
+            scale = xs_ring.index(block // 4 % PLACES).slice(s % 4, 1, 1)
+            scale = scale.permute((1, 0)).load(mma)
+            part = warpgroup_mma_wait(0, deps=[part])
+            acc += part * scale
+    _barrier()  # what follows may lie where others still multiply
+    last = gl.load(
+        refs + base + _row(gl.arange(0, BN, gl.SliceLayout(1, mma)), tile, N, BN, UP)
+    ).to(gl.int32)
+    acc = acc * ((last - 6) << 23).to(gl.float32, bitcast=True)[:, None]
+    store: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, WARPS], [0, 1])
+    p = gl.arange(0, M, gl.SliceLayout(0, store))
+    p_live = p < count
+    pair = gl.load(order + first + p, mask=p_live, other=0)
+    if UP:
+        gate, up = gl.split(gl.permute(gl.reshape(acc, [BN // 16, 2, 8, M]), (0, 2, 3, 1)))
+        gate = gl.convert_layout(gl.reshape(gate, [BN // 2, M]), store)
+        up = gl.convert_layout(gl.reshape(up, [BN // 2, M]), store)
+        route = gl.load(routes + pair, mask=p_live, other=0.0)
+        gate = gl.minimum(gate, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit)
+        value = gate / (1.0 + gl.exp(-gate)) * up * route[None, :]
+        f = tile * (BN // 2) + gl.arange(0, BN // 2, gl.SliceLayout(1, store))
+        where = ((first + p).to(gl.int64) * (N // 2))[None, :] + f[:, None]
+    else:
+        value = gl.convert_layout(acc, store)
+        d = tile * BN + gl.arange(0, BN, gl.SliceLayout(1, store))
+        where = (pair.to(gl.int64) * N)[None, :] + d[:, None]
+    gl.store(out + where, value.to(out.dtype.element_ty), mask=p_live[None, :])
+
+
+@gluon.jit
+def pipelined_kernel(
+    q, q_scales, order, table, routes, w, scales, refs, out, limit,
+    K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
+    M: gl.constexpr, LEAST: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """As `triton_wgmma.experts_kernel`: program (tile of BN rows, block of up to M pairs); an int32
+    of `w` holds eight elements. A block of up to LEAST pairs takes a tile of LEAST."""
+    tile, block = gl.program_id(0), gl.program_id(1)
+    expert = gl.load(table + block * 3)
+    first = gl.load(table + block * 3 + 1)
+    count = gl.load(table + block * 3 + 2)
+    if M > LEAST and count > LEAST:
+        _block(
+            q, q_scales, order, routes, w, scales, refs, out, limit, expert, first, count, tile,
+            K, N, TOP, UP, BN, M, RING, WARPS,
+        )  # fmt: skip
+    elif count > 0:
+        _block(
+            q, q_scales, order, routes, w, scales, refs, out, limit, expert, first, count, tile,
+            K, N, TOP, UP, BN, LEAST, RING, WARPS,
+        )  # fmt: skip
