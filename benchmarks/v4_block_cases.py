@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from metainfer.ops.activation import ref as activation
 from metainfer.ops.activation.cases import clamp_recipe
 from metainfer.ops.activation.triton import swiglu_clamp
 from metainfer.ops.compress import ref as compressors
+from metainfer.ops.compress.tiles import Tile as CompressTile
 from metainfer.ops.compress.triton import compress
 from metainfer.ops.hyper import ref as hyper
 from metainfer.ops.hyper.cases import mix_pre_recipe, pre_recipe
@@ -170,13 +171,19 @@ COMPRESSORS = (
 
 def compressed(sweep: bool) -> Iterator[Work]:
     for name, form, ratio, overlap in COMPRESSORS:
+        tiles: list[CompressTile | None] = [None]
+        if sweep and ratio == 128:
+            tiles += [CompressTile(32, 128, 4), CompressTile(64, 128, 8), CompressTile(32, 64, 4)]
+            tiles += [CompressTile(32, 128, 8), CompressTile(16, 64, 4)]
         for sequences, queries in ((1, 1), (32, 1), (128, 1), (1, 8192)):
-            yield _compressor(name, form, ratio, overlap, sequences, queries)
+            for tile in tiles:
+                yield _compressor(name, form, ratio, overlap, sequences, queries, tile)
 
 
 def _compressor(
-    name: str, form: EntryForm, ratio: int, overlap: bool, sequences: int, queries: int
-) -> Work:
+    name: str, form: EntryForm, ratio: int, overlap: bool, sequences: int, queries: int,
+    tile: CompressTile | None,
+) -> Work:  # fmt: skip
     """Every decoded token closes a window, whose other rows come from the ring: the dearest."""
     d, halves, rows = form.width, 1 + overlap, sequences * queries
     context, length = 8192 + queries - queries % ratio, ratio * halves + 8
@@ -197,7 +204,7 @@ def _compressor(
         torch.full((sequences,), context, dtype=torch.int32, device=DEVICE),
     )
     lines = torch.arange(sequences, device=DEVICE)
-    options = {"ratio": ratio, "overlap": overlap, "eps": 1e-6}
+    options: dict[str, Any] = {"ratio": ratio, "overlap": overlap, "eps": 1e-6}
     before = ring.data.clone()
     kept = slots[closing][:JUDGED]
 
@@ -205,7 +212,7 @@ def _compressor(
         function(*parts, *args, raw, lines, to, slots, *where, **options)
 
     def call(i: int) -> Tensor:
-        run(compress, ring, pages, kv, gate)
+        run(partial(compress, tile=tile), ring, pages, kv, gate)
         stored = _stored(pages, kept)
         return _joined(*stored) if stored else wide
 
@@ -222,7 +229,7 @@ def _compressor(
     old = sequences * (ratio * halves - 1) * d * 8.0 if queries == 1 else 0.0
     return Work(
         f"compress {name} {form.layout} {sequences} x {queries}",
-        "",
+        f"{tile.slice}x{tile.rows}x{tile.warps}" if tile else "",
         call,
         cache(truth),
         bytes=read + old + min(rows, sequences * length) * halves * d * 8.0

@@ -28,6 +28,7 @@ from metainfer.kv.book.form import EntryForm, index_fp4, index_fp8, latent_fp8, 
 from metainfer.kv.store.entries import EntryPages, StateRows, store
 from metainfer.ops.case import generator, normal, poisoned
 from metainfer.ops.common import hadamard
+from metainfer.ops.compress.tiles import Tile as CompressTile
 from metainfer.ops.compress.triton import compress
 from metainfer.ops.hyper import ref, triton_calls
 from metainfer.ops.hyper.cases import mix_pre_cases
@@ -176,7 +177,9 @@ def shuffled(seed: int) -> Iterator[None]:
         del builder.set_grid_idx
 
 
-def compressed(overlap: bool, cuts: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+def compressed(
+    overlap: bool, cuts: list[int], seed: int = 0, tile: CompressTile | None = None
+) -> tuple[Tensor, Tensor]:
     """(entries, the last `slots` rows of the ring) of one sequence of 83 tokens cut at `cuts`."""
     g, d, ratio, total = generator(5), 16, 4, 83
     halves = 1 + overlap
@@ -196,6 +199,7 @@ def compressed(overlap: bool, cuts: list[int], seed: int = 0) -> tuple[Tensor, T
                 kv[first:last], gate[first:last], ape, weight, table, StateRows(0, ring),
                 torch.tensor([1]), pages, slots, torch.tensor([0, last - first]).int(),
                 torch.tensor([last]).int(), ratio=ratio, overlap=overlap, eps=1e-6,
+                tile=tile,
             )  # fmt: skip
     last = torch.arange(total - ratio * halves + 1, total)
     assert ring[[0, 2]].isnan().all() and pages.data[:1].isnan().all()
@@ -203,7 +207,8 @@ def compressed(overlap: bool, cuts: list[int], seed: int = 0) -> tuple[Tensor, T
 
 
 def run_compress_cuts() -> float:
-    """Any cut, in any order of programs: the same entries and the same ring, bit for bit."""
+    """Any cut, in any order of programs, whole or in slices of channels: the same entries and the
+    same ring, bit for bit."""
     wrong = 0
     for overlap in (True, False):
         whole = compressed(overlap, [])
@@ -211,7 +216,8 @@ def run_compress_cuts() -> float:
         draw = random.Random(7)
         for seed in range(1, 4):
             cuts = sorted(draw.sample(range(1, 83), draw.choice([1, 2, 3, 6])))
-            found = compressed(overlap, cuts, seed)
+            tile = CompressTile(4, 4 * (1 + overlap), 4) if seed > 1 else None
+            found = compressed(overlap, cuts, seed, tile)
             wrong += sum(int((a != b).sum()) for a, b in zip(found, whole, strict=True))
     return float(wrong)
 

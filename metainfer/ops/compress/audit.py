@@ -9,7 +9,7 @@ from metainfer.kv.book.form import (
     latent_fp8,
     latent_plain,
 )
-from metainfer.ops.compress.tiles import rows_per_step, warps_for
+from metainfer.ops.compress.tiles import tile_for
 
 R, ROOM = 64, 8
 
@@ -20,14 +20,16 @@ def _variant(op: str, form: EntryForm, number: int, ratio: int, overlap: bool) -
     slots = ratio * halves
     kind = form.layout.removesuffix("@1").partition("-")[2]
     name = f"{op}/triton{'-' * bool(kind)}{kind}"
+    tile = tile_for(slots, d)
     values = {1: d + form.tail, 2: d, 3: d // 2}.get(number, 0)
     args: dict[str, str | int | bool] = {
         **dict.fromkeys(("kv", "gate", "ape", "weight", "cos_sin", "ring"), "*fp32"),
         "lines": "*i64", "data": "*u8" if number else "*bf16", "slots": "*i64",
         "query_start": "*i32", "context_lens": "*i32", "kv_stride": "i32:16",
         "gate_stride": "i32:16", "sequences": "i32", "eps": "fp32",
-        "RATIO": ratio, "HALVES": halves, "D": d, "LANES": d, "R": R, "L": slots + ROOM,
-        "ROWS": rows_per_step(slots, d), "HADAMARD": form.hadamard, "FORM": number,
+        "parts": "*fp32", "counters": "*i32", "each": "i32",
+        "RATIO": ratio, "HALVES": halves, "D": d, "LANES": d, "SLICE": tile.slice, "R": R,
+        "L": slots + ROOM, "ROWS": tile.rows, "HADAMARD": form.hadamard, "FORM": number,
         "GROUP": form.group, "TAIL": form.tail, "SCALES": form.bytes - values if number else 0,
         "PAGE": 64, "STRIDE": form.page_bytes(64) if number else 64 * d,
     }  # fmt: skip
@@ -36,7 +38,7 @@ def _variant(op: str, form: EntryForm, number: int, ratio: int, overlap: bool) -
         name=f"{op.replace('_', '-')}{'-' * bool(kind)}{kind}-{ratio}",
         kernel="metainfer.ops.compress.triton:compress_kernel",
         args=args,
-        warps=warps_for(slots, d),
+        warps=tile.warps,
         shape={"rows": 8, "seqs": 8, "d": d, "rotated": R, "ratio": ratio},
     )
 

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 MAX_WIDTH = 1024
-"""Widest entry: a program holds some raw rows of it whole."""
+"""Widest entry: a program holds it whole."""
 
 _TILE = 8192
+_PROGRAMS = 16384
 
 
-def rows_per_step(slots: int, width: int) -> int:
-    """Raw rows of a window that are pooled at a time: a power of two."""
-    lanes = 1 << (width - 1).bit_length()
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """`slice`: channels that are pooled together, `rows`: raw rows at a time; powers of two. The
+    same for any number of tokens: sums are rounded in the order that it gives."""
+
+    slice: int
+    rows: int
+    warps: int
+
+
+def tile_for(slots: int, lanes: int) -> Tile:
+    """For windows of `slots` raw rows of `lanes` channels. Short windows are pooled whole; long
+    ones in slices of 64 bytes a row. A thread has 16 values, up to 32, and as many gates."""
     most = 1 << (slots - 1).bit_length()
-    return max(1, min(most, _TILE // lanes))
+    part = lanes if slots <= 32 else min(lanes, 16)
+    rows = max(1, min(most, _TILE // part))
+    # Slices leave registers for more programs beside each other.
+    return Tile(part, rows, 8 if part == lanes and rows * part > 2048 else 4)
 
 
-def warps_for(slots: int, width: int) -> int:
-    """A thread has up to 32 values and as many gates."""
-    lanes = 1 << (width - 1).bit_length()
-    return 8 if rows_per_step(slots, width) * lanes > 2048 else 4
+def each_for(rows: int, slices: int) -> int:
+    """Slices that one program of a token pools: one where tokens are few, more where programs
+    that have nothing to do would be many."""
+    each = 1
+    while each < slices and rows * slices // each > _PROGRAMS:
+        each *= 2
+    return each
