@@ -240,8 +240,8 @@ def _cut(raw: Stored, name: str, mine: RankPart, unit: int) -> Stored:
 
 def _plain(raw: Stored, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor:
     """A small tensor in the spec's own dtype, else the model's."""
-    if spec.dtype:
-        dtype = getattr(torch, spec.dtype)
+    scheme = raw.scheme if isinstance(raw, RawTensor) else ""
+    dtype = getattr(torch, spec.kept_in(scheme, str(dtype).removeprefix("torch.")))
     if isinstance(raw, RawTensor) and not raw.data.is_floating_point() and raw.scheme not in BLOCKS:
         return raw.data.to(dtype, copy=True)  # ids: exact, and not a view of the file
     return dequantise(raw, dtype).clone()

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from metainfer.models.common.adapters import AdapterSet
 
 
+EXACT = "exact"
+"""`WeightSpec.dtype`: the model's type where the tensor is stored in it, otherwise float32."""
+
+_SCHEMES = {"bfloat16": "BF16", "float16": "F16"}
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """One site's weight as the model packs it: checkpoint tensors concatenated along N.
@@ -31,8 +37,9 @@ class WeightSpec:
     `site`: the op site that reads it. `tensors`: canonical names in order, `rows` the N of each.
     `bias`: names likewise, empty for none. `shape`: (N, K) after concatenation, or (width,).
     `layer`: -1 outside the layers. `role`: whose layout packs it, ``weight`` or ``experts``.
-    `dtype`: what a plain weight is kept in; empty for the model's own. `units`: of each tensor, the
-    rows that no cut parts (of columns likewise, where these are cut); empty: any may be cut.
+    `dtype`: what a plain weight is kept in; empty for the model's own, `EXACT` for one that holds
+    the stored numbers. `units`: of each tensor, the rows that no cut parts (of columns likewise,
+    where these are cut); empty: any may be cut.
     """
 
     name: str
@@ -48,6 +55,12 @@ class WeightSpec:
 
     def unit_of(self, tensor: int) -> int:
         return self.units[tensor] if self.units else 1
+
+    def kept_in(self, scheme: str, model: str) -> str:
+        """The type of a plain weight stored as `scheme`, in a model of type `model`."""
+        if self.dtype == EXACT:
+            return model if _SCHEMES.get(model) == scheme else "float32"
+        return self.dtype or model
 
     def tensor_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each of `tensors`."""

@@ -17,9 +17,7 @@ from metainfer.kernels.impl import Layout
 from metainfer.models.arch import Arch, Cut, WeightSpec
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-PLAIN_BYTES = {"float32": 4, "int64": 8}
-"""Types of small parameters that do not follow the model's (`WeightSpec.dtype`)."""
+PLAIN_BYTES = {**DTYPE_BYTES, "int64": 8}
 
 EMBED, EXPERTS = "embed", "experts"
 SMALL = "norms and small parameters"
@@ -47,12 +45,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """A model's matrices, counted. `small`: elements of small parameters by site and own dtype, ""
-    for the model's."""
+    """A model's matrices, counted. `small`: elements of small parameters by site, own dtype ("" for
+    the model's) and how they are stored."""
 
     arch: Arch
     matrices: tuple[Stored, ...]
-    small: Mapping[tuple[str, str], int]
+    small: Mapping[tuple[str, str, str], int]
 
     def elements(self, layout: LayoutPlan = WHOLE) -> dict[str, int]:
         """Matrix elements that one rank holds, by site; a shared matrix at each of its sites."""
@@ -115,9 +113,9 @@ def census(arch: Arch, scheme_of: Callable[[str], str]) -> Census:
             counts[*head, *kind] = counts.get((*head, *kind), 0) + count
             if spec.bias:
                 biases[*head, *kind] = biases.get((*head, *kind), 0) + count
-    small: Counter[tuple[str, str]] = Counter()
+    small: Counter[tuple[str, str, str]] = Counter()
     for spec in arch.plain_weights():
-        small[spec.site, spec.dtype] += spec.elements
+        small[spec.site, spec.dtype, scheme_of(spec.tensors[0])] += spec.elements
     matrices = tuple(Stored(*key, count, biases.get(key, 0)) for key, count in counts.items())
     return Census(arch, matrices, small)
 
@@ -149,20 +147,20 @@ def weight_rows(
         LedgerRow(item=site, kind="weights", bytes=held, share=share)
         for site, (held, share) in by_site.items()
     ]
-    return [*rows, *_small_rows(counted, width, layout)]
+    return [*rows, *_small_rows(counted, dtype, layout)]
 
 
-def _small_rows(counted: Census, width: int, layout: LayoutPlan) -> list[LedgerRow]:
+def _small_rows(counted: Census, dtype: str, layout: LayoutPlan) -> list[LedgerRow]:
     """What no layout cuts in one row; by site what tensor parallelism cuts."""
     held: dict[str, int] = {SMALL: 0}
     shares = {SMALL: Cut.WHOLE.value}
-    for (site, own), count in counted.small.items():
-        spec = WeightSpec("", site, (), (0,))
+    for (site, own, scheme), count in counted.small.items():
+        spec = WeightSpec("", site, (), (0,), dtype=own)
         kind, parts = counted.arch.cut(spec, layout)
         cut = counted.arch.cut(spec, TWO)[1] > 1
         item = site if cut else SMALL
         shares[item] = kind.value if parts == 1 else f"{kind.value}/{parts}"
-        held[item] = held.get(item, 0) + count // parts * PLAIN_BYTES.get(own, width)
+        held[item] = held.get(item, 0) + count // parts * PLAIN_BYTES[spec.kept_in(scheme, dtype)]
     return [
         LedgerRow(item=item, kind="weights", bytes=size, share=shares[item])
         for item, size in held.items()

@@ -75,10 +75,30 @@ def test_small_parameters_keep_their_own_types(folder: Path) -> None:
     plain = load(open_model(str(folder)), dtype=torch.bfloat16).plain
     assert plain["layers.0.tid2eid"].dtype == torch.int64
     assert plain["layers.0.attn_norm"].dtype == torch.bfloat16
-    for name in ("sinks", "hc_attn_fn", "hc_ffn_scale", "gate", "compress_norm", "ape"):
+    for name in ("sinks", "hc_attn_fn", "hc_ffn_scale", "compress_norm", "ape"):
         assert plain[f"layers.3.{name}"].dtype == torch.float32, name
     ids = plain["layers.1.tid2eid"]
     assert all(len(set(row)) == 2 for row in ids.tolist()) and int(ids.min()) >= 0
+
+
+@pytest.mark.parametrize("scheme", ["BF16", "F32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gate_is_narrow_only_where_its_numbers_are(scheme: str, dtype: torch.dtype) -> None:
+    model, gate, wide = open_model(FP4), "layers.3.ffn.gate.weight", scheme == "F32"
+
+    def stored(name: str, raw: Stored) -> Stored:
+        if name != gate or not wide:
+            return raw
+        digits = dequantise(raw) * 1.001  # more than bfloat16 has
+        return RawTensor("F32", tuple(digits.shape), digits)
+
+    source = Recorder(tensor_source(model, CPU), stored)
+    only = load_weights(model.arch, source, LAYOUTS, dtype=dtype, device=CPU,
+                        only=lambda spec: spec.name == "layers.3.gate")  # fmt: skip
+    found = only.plain["layers.3.gate"]
+    narrow = not wide and dtype == torch.bfloat16
+    assert found.dtype == (torch.bfloat16 if narrow else torch.float32)
+    assert torch.equal(found.float(), dequantise(stored(gate, source.inner.read(gate))))
 
 
 def test_progress_is_monotonic_and_complete(folder: Path) -> None:

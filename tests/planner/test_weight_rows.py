@@ -35,7 +35,7 @@ def rows(layers: int, weight: str, experts: str, stored: str) -> Mapping[str, in
     def scheme_of(name: str) -> str:
         if ".experts." in name:
             return stored
-        plain = ("embed", "head", "compressor", "weights_proj")
+        plain = ("embed", "head", "compressor", "weights_proj", "ffn.gate.weight")
         return "BF16" if any(part in name for part in plain) else "fp8_128"
 
     layouts = {"weight": REGISTRY.layout(weight), "experts": REGISTRY.layout(experts)}
@@ -79,12 +79,28 @@ def test_dense_weights_as_stored_are_those_of_the_table() -> None:
     assert fp8 / 1e9 == pytest.approx(5.857, abs=0.002)
     elements = fp8 * 16384 // 16385  # a scale byte for each 128 x 128, and nothing else
     assert elements + elements // 16384 == fp8
-    # The table counts routers (43 x 256 x 4096) as bf16 too; here they are small parameters.
+    # The table counts routers (43 x 256 x 4096) too; here they are small parameters, as stored.
     routers = 43 * 256 * 4096
     assert (total(found, BF16_SITES) + 2 * routers) / 1e9 == pytest.approx(0.709, abs=0.001)
     assert found["linear.lm_head"] == found["embed"] == 2 * 129280 * 4096
-    small = found[PLAIN] - 4 * routers - 8 * 3 * 129280 * 6  # and the tables of token ids
+    small = found[PLAIN] - 2 * routers - 8 * 3 * 129280 * 6  # and the tables of token ids
     assert small / 1e9 == pytest.approx(0.135 + 0.004, abs=0.004)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "width"),
+    [("BF16", "bfloat16", 2), ("BF16", "float32", 4), ("F32", "bfloat16", 4),
+     ("F16", "bfloat16", 4)],
+)  # fmt: skip
+def test_a_router_is_as_narrow_as_its_numbers_allow(scheme: str, dtype: str, width: int) -> None:
+    layouts = {"weight": REGISTRY.layout("dense@1"), "experts": REGISTRY.layout("experts-dense@1")}
+
+    def held(gate: str) -> int:
+        counted = census(arch_of(12), lambda name: gate if "gate.weight" in name else "F32")
+        rows = weight_rows(counted, layouts, dtype)
+        return next(row.bytes for row in rows if row.item == PLAIN)
+
+    assert held("F32") - held(scheme) == (4 - width) * 12 * 256 * 4096
 
 
 def test_twelve_layers_as_stored() -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from metainfer.models.arch import WeightSpec
+from metainfer.models.arch import EXACT, WeightSpec
 
 if TYPE_CHECKING:
     from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
@@ -137,9 +137,10 @@ def plain_weights(arch: DeepSeekV4Arch) -> tuple[WeightSpec, ...]:
 
     Per layer, behind ``layers.{i}.``: ``attn_norm ffn_norm q_norm kv_norm`` in the model's dtype;
     ``sinks [Hq]``, ``hc_attn_fn [(2 + N) N, N D]``, ``hc_attn_base``, ``hc_attn_scale [3]``,
-    ``hc_ffn_*``, ``gate [E, D]`` in float32; ``gate_bias [E]`` float32, or ``tid2eid [V, k]``
-    int64 in layers routed by token id; where the layer compresses ``ape [ratio, C]`` and
-    ``compress_norm [D_h]``, with an index ``index_ape`` and ``index_norm`` too, all float32.
+    ``hc_ffn_*`` in float32, ``gate [E, D]`` in float32 or narrower as it is stored; ``gate_bias
+    [E]`` float32, or ``tid2eid [V, k]`` int64 in layers routed by token id; where the layer
+    compresses ``ape [ratio, C]`` and ``compress_norm [D_h]``, with an index ``index_ape`` and
+    ``index_norm`` too, all float32.
     At the end: ``norm``, ``hc_head_fn [N, N D]``, ``hc_head_base [N]``, ``hc_head_scale [1]``.
     """
     found: list[WeightSpec] = []
@@ -192,7 +193,7 @@ def _small(arch: DeepSeekV4Arch, layer: int) -> list[WeightSpec]:
         add("index_ape", "compress_index", f"{inner}.ape", (ratio, 2 * arch.index_dim), "float32")
         width = (arch.index_dim,)
         add("index_norm", "compress_index", f"{inner}.norm.weight", width, "float32")
-    add("gate", "moe_route", "ffn.gate.weight", (arch.experts, arch.hidden), "float32")
+    add("gate", "moe_route", "ffn.gate.weight", (arch.experts, arch.hidden), EXACT)
     if layer < arch.hash_layers:
         table = (arch.vocab_size, arch.experts_per_token)
         add("tid2eid", "moe_route_hash", "ffn.gate.tid2eid", table, "int64")

@@ -15,14 +15,14 @@ def _fits(context: Context) -> Verdict:
 
 
 def _traffic(c: Context) -> float:
-    """Tokens once, the gate in float32 (seed: it comes from the cache for each block of many)."""
+    """Tokens and gate once, scores in float32 written and read."""
     rows, k, e = (extent(c, name) for name in ("rows", "k", "e"))
-    return float(rows * k * width(c) + e * k * 4 * max(1.0, rows / 256))
+    return float((rows + e) * k * width(c) + 2 * rows * e * 4)
 
 
 def _operations(c: Context) -> float:
-    """Three products where the gate is float32."""
-    return 6.0 * extent(c, "rows") * extent(c, "k") * extent(c, "e")
+    """One product where the gate has the tokens' type."""
+    return 2.0 * extent(c, "rows") * extent(c, "k") * extent(c, "e")
 
 
 IMPLS = tuple(
@@ -32,7 +32,7 @@ IMPLS = tuple(
         dtypes=SHORT,
         conditions=(*TRITON, at_most("e", 512), at_most("top_k", 16), _fits),
         native_when=(own_matrix_unit,),
-        cost=roofline(_traffic, _operations, launches=1, part=0.4, compute_part=0.3),
+        cost=roofline(_traffic, _operations, launches=2, part=0.4, compute_part=0.3),
     )
     for op in ("moe_route", "moe_route_hash")
 )
