@@ -25,7 +25,6 @@ from metainfer.ops.moe_experts.tiles import (
     STREAM,
     WGMMA_CHUNK,
     WGMMA_STREAM,
-    PipelinedTile,
     Tile,
     WgmmaTile,
 )
@@ -161,7 +160,6 @@ def _values(tile: object) -> list[int]:
     return [getattr(tile, name) for name in tile.__dataclass_fields__]  # type: ignore[attr-defined]
 
 
-AnyTile = Tile | WgmmaTile | PipelinedTile
 D, F, E, TOP = 4096, 2048, 256, 6
 
 
@@ -212,16 +210,11 @@ def moe(sweep: bool) -> Iterator[Work]:
     assert packed[0].eight and packed[1].eight
     weight = (D * F * 3) * (0.5 + 1 / 32)
     limit = 4.0  # clamps part of what random weights give
-    few: list[AnyTile] = [WGMMA_STREAM, STREAM]
-    some: list[AnyTile] = [WGMMA_STREAM]
-    many: list[AnyTile] = [WGMMA_CHUNK, CHUNK]
+    few: list[Tile | WgmmaTile] = [WGMMA_STREAM, STREAM]
+    many: list[Tile | WgmmaTile] = [WGMMA_CHUNK, CHUNK]
     if sweep:
-        few += [PipelinedTile(64, 8, 8, 4, ring) for ring in (4, 8)]
-        some += [PipelinedTile(64, m, 8, 4) for m in (8, 16)]
-        many += [
-            PipelinedTile(128, 128, 64, 8), PipelinedTile(128, 64, 64, 8),
-            PipelinedTile(128, 64, 32, 8), PipelinedTile(256, 64, 64, 8),
-        ]  # fmt: skip
+        few += [WgmmaTile(64, 8, 4, stages, blocks) for stages, blocks in ((2, 2), (2, 4))]
+        many += [WgmmaTile(n, m, 8, 3, 2) for n, m in ((128, 64), (128, 128))]
     for rows in (1, 8, 32):
         x, copies = _tokens(rows, D), 6
         sets = [_routes(rows) for _ in range(copies)]
@@ -244,7 +237,7 @@ def moe(sweep: bool) -> Iterator[Work]:
         chosen = _routes(rows)
         distinct = len(set(chosen[0].flatten().tolist()))
         truth = cache(lambda x=x, c=chosen: _experts_truth(x, *c, up, down, limit, True))
-        for tile in some if rows == 128 else many:
+        for tile in [WGMMA_STREAM] if rows == 128 else many:
             yield Work(
                 f"experts m={rows} ({distinct} distinct)",
                 _text(tile, "chunk"),
@@ -366,7 +359,9 @@ def _attention(
     if sweep and form.scale != "none" and rows <= 32:
         tiles = [WGMMA_SCALED, *(AttnTile(16, 32, warps, 2) for warps in (4, 8))]
     elif sweep and form.scale == "none":
-        tiles = [WGMMA, HOPPER] if rows > 32 else [SMALL, FEW, AttnTile(16, 32, 4, 2), HOPPER]
+        tiles = [SMALL, FEW, AttnTile(16, 32, 4, 2), HOPPER]
+        if rows > 32:
+            tiles = [WGMMA, HOPPER, HopperTile(resident=False)]
     element = 1024 if form.scale == "none" else 584
     args = (q, local, local_table, entries, entry_table, picked, sinks, table, positions, start)
     options: dict[str, Any] = {"scale": scale, "window": 128, "ratio": ratio}

@@ -96,6 +96,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.ids: tuple[int, ...] = ()
+        self.grid: tuple[int, ...] = ()
         self.copies: list[list[tuple[Memory, Pointer]]] = []
         self.open: list[tuple[Memory, Pointer]] = []
         self.products: list[Product] = []
@@ -143,6 +144,7 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any) -> None:
+            self.machine.grid = grid
             given = [Pointer(a.view(-1)) if isinstance(a, Tensor) else a for a in args]
             for ids in itertools.product(*map(range, grid)):
                 self.machine.start(ids)
@@ -161,6 +163,7 @@ def _language(machine: Machine) -> ModuleType:
     functions: dict[str, Any] = {
         "int32": torch.int32, "int64": torch.int64, "float32": torch.float32,
         "program_id": lambda axis: value(machine.ids[axis]),
+        "num_programs": lambda axis: value(machine.grid[axis]),
         "load": lambda p, mask=None, other=None: p.read(mask, other),
         "store": lambda p, x: p.write(x),
         "arange": lambda low, high, layout=None: value(torch.arange(low, high)),
@@ -232,6 +235,7 @@ def loaded(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{path.stem}_on_host", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    module.__dict__["range"] = lambda *ends: map(value, range(*map(int, ends)))
     with _standing_for(modules):
         spec.loader.exec_module(module)
     return module

@@ -29,9 +29,9 @@ def _by_hand(splits: int, kind: str = "") -> Variant:
         args={
             "q": "*bf16", "cache": "*bf16", "places": "*i64", "counts": "*i32", "sinks": "*fp32",
             "cos_sin": "*fp32", "positions": "*i64", "out": "*bf16", "parts": "*fp32",
-            "peaks": "*fp32", "totals": "*fp32", "factor": "fp32", "q_stride": "i32:16",
-            "width": "i32", "H": 64, "D": 512, "R": 64, "HB": HOPPER.heads, "N": HOPPER.n,
-            "SPLITS": splits, "WARPS": HOPPER.warps, "CHAINED": True,
+            "peaks": "*fp32", "totals": "*fp32", "factor": "fp32", "items": "i32",
+            "q_stride": "i32:16", "width": "i32", "H": 64, "D": 512, "R": 64, "HB": HOPPER.heads,
+            "N": HOPPER.n, "SPLITS": splits, "WARPS": HOPPER.warps, "CHAINED": True,
         },
         warps=HOPPER.warps,
         shape=SHAPE,

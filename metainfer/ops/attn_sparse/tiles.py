@@ -34,11 +34,16 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """Of the Hopper form: `heads` of one query by `n` keys, `n` of the next on their way."""
+    """Of the Hopper form: `heads` of one query by as many keys, the next on their way.
+
+    `resident`: as many programs as the card has multiprocessors take the queries one after the
+    other; else a program each.
+    """
 
     heads: int = 64
     n: int = 64
     warps: int = 8
+    resident: bool = True
 
     def shared_bytes(self, d: int, element: int) -> int:
         """The query, two tiles of keys, the weights, and the way between groups of warps."""

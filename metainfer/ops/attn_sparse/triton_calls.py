@@ -220,15 +220,16 @@ def attn_sparse(
         parts = torch.empty((rows, heads, splits, d), dtype=torch.float32, device=device)
         peaks = torch.empty((rows, heads, splits), dtype=torch.float32, device=device)
         totals = torch.empty_like(peaks)
-    grid = (rows, blocks, splits)
     if isinstance(tile, HopperTile):
-        triton_wgmma.sparse_kernel[grid](
+        items = rows * blocks * splits
+        programs = min(items, units) if tile.resident and splits == 1 else items
+        triton_wgmma.sparse_kernel[(programs,)](
             q, local.data, places.at, places.counts, sinks, cos_sin, positions, out, parts, peaks,
-            totals, scale * LOG2E, q.stride(0), places.width, heads, d, rotated, tile.heads, tile.n,
-            splits, tile.warps, chained, num_warps=tile.warps, launch_pdl=chained,
+            totals, scale * LOG2E, items, q.stride(0), places.width, heads, d, rotated, tile.heads,
+            tile.n, splits, tile.warps, chained, num_warps=tile.warps, launch_pdl=chained,
         )  # fmt: skip
     else:
-        sparse_kernel[grid](
+        sparse_kernel[(rows, blocks, splits)](
             q, local.data, places.at, places.scale_at, places.counts, sinks, cos_sin, positions,
             out, parts, peaks, totals, scale * LOG2E, q.stride(0), places.width, heads, d, rotated,
             block, tile.n, splits, q.dtype == torch.float32, (1 if native else 2) if scaled else 0,

@@ -60,15 +60,33 @@ def _turned_back(x, cos_sin, position, D: gl.constexpr, R: gl.constexpr):
     return gl.reshape(gl.join(a * cos + b * sin, b * cos - a * sin), x.shape)
 
 
-@gluon.jit(do_not_specialize=["width"])
+@gluon.jit
+def _item(item, H: gl.constexpr, HB: gl.constexpr, SPLITS: gl.constexpr):
+    """(query, block of heads, part of the keys)."""
+    block = item // SPLITS
+    return block // (H // HB), block % (H // HB), item % SPLITS
+
+
+@gluon.jit
+def _tiles_of(count, part, N: gl.constexpr, SPLITS: gl.constexpr):
+    """The tiles [begin, end) of a part."""
+    tiles = gl.cdiv(count, N)
+    share = gl.cdiv(tiles, SPLITS)
+    return part * share, gl.minimum(part * share + share, tiles)
+
+
+@gluon.jit(do_not_specialize=["items", "width"])
 def sparse_kernel(
     q, cache, places, counts, sinks, cos_sin, positions, out, parts, peaks, totals, factor,
-    q_stride, width,
+    items, q_stride, width,
     H: gl.constexpr, D: gl.constexpr, R: gl.constexpr, HB: gl.constexpr, N: gl.constexpr,
     SPLITS: gl.constexpr, WARPS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """One query, HB heads of it and a part of its keys; HB is 64 and H a multiple of it. CHAINED:
-    launched while the kernel before still runs."""
+    """Items of a query, HB of its heads and a part of its keys; HB is 64 and H a multiple of it.
+
+    With SPLITS 1 a program may take several: while one ends, the next one's copies are on their
+    way. CHAINED: launched while the kernel before still runs.
+    """
     logits: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, WARPS // 4], [16, N // (WARPS // 4), 16]
     )
@@ -79,96 +97,124 @@ def sparse_kernel(
     rows: gl.constexpr = gl.SliceLayout(1, move)
     columns: gl.constexpr = gl.SliceLayout(0, logits)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    t, block, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    lane = gl.arange(0, D, gl.SliceLayout(0, move))[None, :]
-    from_q = q + t.to(gl.int64) * q_stride + block * HB * D
     q_tile = gl.allocate_shared_memory(q.dtype.element_ty, [HB, D], shared)
-    _copy(q_tile, from_q + gl.arange(0, HB, rows)[:, None] * D + lane)
+    ring = gl.allocate_shared_memory(q.dtype.element_ty, [2, N, D], shared)
+    p_tile = gl.allocate_shared_memory(q.dtype.element_ty, [HB, N], shared)
+    lane = gl.arange(0, D, gl.SliceLayout(0, move))[None, :]
+    inside = gl.arange(0, HB, rows)[:, None] * D + lane
+    t, block, part = _item(gl.program_id(0), H, HB, SPLITS)
+    _copy(q_tile, q + t.to(gl.int64) * q_stride + block * HB * D + inside)
     if CHAINED:
         _after_the_launch_before()
     count = gl.load(counts + t)
-    share = gl.cdiv(gl.cdiv(count, N), SPLITS)
-    begin = part * share
-    end = gl.minimum(begin + share, gl.cdiv(count, N))
-    head = block * HB + gl.arange(0, HB, gl.SliceLayout(1, logits))
+    begin, end = _tiles_of(count, part, N, SPLITS)
     if begin < end:
-        mine = places + t.to(gl.int64) * width
-        last = count - 1
-        at = _places_of(mine, begin, last, N, rows)
-        later = _places_of(mine, begin + 1, last, N, rows)
-        ring = gl.allocate_shared_memory(q.dtype.element_ty, [2, N, D], shared)
-        p_tile = gl.allocate_shared_memory(q.dtype.element_ty, [HB, N], shared)
+        at = _places_of(places + t.to(gl.int64) * width, begin, count - 1, N, rows)
         _copy(ring.index(0), cache + at[:, None] + lane)
-        async_copy.commit_group()
-        if begin + 1 < end:
-            _copy(ring.index(1), cache + later[:, None] + lane)
-        async_copy.commit_group()
-        later = _places_of(mine, begin + 2, last, N, rows)
-        peak = gl.full([HB], float("-inf"), gl.float32, gl.SliceLayout(1, logits))
-        none = gl.zeros([HB, N], gl.float32, logits)
-        total = gl.zeros([HB, N], gl.float32, logits)  # summed over its columns once, at the end
-        mixed = gl.zeros([HB, D], gl.float32, values)
-        async_copy.wait_group(1)
-        fence_async_shared()
-        _barrier()
-        scores = warpgroup_mma(
-            q_tile, ring.index(0).permute((1, 0)), none, use_acc=False, is_async=True
-        )
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        for step in range(begin, end - 1):
-            slot = (step - begin) % 2
-            weight, above = _weights(scores, step, count, factor, peak, N, columns)
+    async_copy.commit_group()
+    first = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        # The queries are on their way, and their first tile of keys into place `first`.
+        t, block, part = _item(item, H, HB, SPLITS)
+        begin, end = _tiles_of(count, part, N, SPLITS)
+        follower = item + gl.num_programs(0)
+        next_t, next_block, _ = _item(follower, H, HB, SPLITS)
+        next_q = q + next_t.to(gl.int64) * q_stride + next_block * HB * D
+        next_count = gl.load(counts + next_t, mask=follower < items, other=0)
+        head = block * HB + gl.arange(0, HB, gl.SliceLayout(1, logits))
+        if begin < end:
+            mine = places + t.to(gl.int64) * width
+            last = count - 1
+            later = _places_of(mine, begin + 1, last, N, rows)
+            if begin + 1 < end:
+                _copy(ring.index(1 - first), cache + later[:, None] + lane)
+            async_copy.commit_group()
+            later = _places_of(mine, begin + 2, last, N, rows)
+            peak = gl.full([HB], float("-inf"), gl.float32, gl.SliceLayout(1, logits))
+            none = gl.zeros([HB, N], gl.float32, logits)
+            total = gl.zeros([HB, N], gl.float32, logits)  # of its columns once, at the end
+            mixed = gl.zeros([HB, D], gl.float32, values)
+            async_copy.wait_group(1)
+            fence_async_shared()
+            _barrier()
+            scores = warpgroup_mma(
+                q_tile, ring.index(first).permute((1, 0)), none, use_acc=False, is_async=True
+            )
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            for step in range(begin, end - 1):
+                slot = (first + step - begin) % 2
+                weight, above = _weights(scores, step, count, factor, peak, N, columns)
+                fade = gl.exp2(peak - above)
+                peak = above
+                total = total * fade[:, None] + weight
+                p_tile.store(weight.to(q.dtype.element_ty))
+                mixed = mixed * gl.convert_layout(fade, gl.SliceLayout(1, values))[:, None]
+                async_copy.wait_group(0)
+                fence_async_shared()
+                _barrier()
+                mixed = warpgroup_mma(p_tile, ring.index(slot), mixed, is_async=True)
+                scores = warpgroup_mma(
+                    q_tile, ring.index(1 - slot).permute((1, 0)), none, use_acc=False, is_async=True
+                )
+                mixed = warpgroup_mma_wait(1, deps=[mixed])
+                _barrier()
+                if step + 2 < end:
+                    _copy(ring.index(slot), cache + later[:, None] + lane)
+                async_copy.commit_group()
+                later = _places_of(mine, step + 3, last, N, rows)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+            slot = (first + end - 1 - begin) % 2
+            first = 1 - slot
+            if next_count > 0:
+                later = _places_of(places + next_t.to(gl.int64) * width, 0, next_count - 1, N, rows)
+            weight, above = _weights(scores, end - 1, count, factor, peak, N, columns)
             fade = gl.exp2(peak - above)
-            peak = above
-            total = total * fade[:, None] + weight
+            total = gl.sum(total * fade[:, None] + weight, axis=1)
             p_tile.store(weight.to(q.dtype.element_ty))
             mixed = mixed * gl.convert_layout(fade, gl.SliceLayout(1, values))[:, None]
             async_copy.wait_group(0)
             fence_async_shared()
             _barrier()
             mixed = warpgroup_mma(p_tile, ring.index(slot), mixed, is_async=True)
-            scores = warpgroup_mma(
-                q_tile, ring.index(1 - slot).permute((1, 0)), none, use_acc=False, is_async=True
-            )
-            mixed = warpgroup_mma_wait(1, deps=[mixed])
-            _barrier()
-            if step + 2 < end:
-                _copy(ring.index(slot), cache + later[:, None] + lane)
+            if next_count > 0:
+                _copy(q_tile, next_q + inside)
+                _copy(ring.index(first), cache + later[:, None] + lane)
             async_copy.commit_group()
-            later = _places_of(mine, step + 3, last, N, rows)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-        weight, above = _weights(scores, end - 1, count, factor, peak, N, columns)
-        fade = gl.exp2(peak - above)
-        total = gl.sum(total * fade[:, None] + weight, axis=1)
-        p_tile.store(weight.to(q.dtype.element_ty))
-        mixed = mixed * gl.convert_layout(fade, gl.SliceLayout(1, values))[:, None]
-        async_copy.wait_group(0)
-        fence_async_shared()
-        _barrier()
-        mixed = warpgroup_mma(p_tile, ring.index((end - 1 - begin) % 2), mixed, is_async=True)
-        if SPLITS == 1:
-            sink = gl.load(sinks + head) * 1.4426950408889634
-            highest = gl.maximum(above, sink)
-            fade = gl.exp2(above - highest)
-            scale = fade / (total * fade + gl.exp2(sink - highest))
-            position = gl.load(positions + t)
-            mixed = warpgroup_mma_wait(0, deps=[mixed])
-            result = mixed * gl.convert_layout(scale, gl.SliceLayout(1, values))[:, None]
-            result = _turned_back(result, cos_sin, position, D, R)
-            # Through the queries' place, so that a warp writes whole lines.
-            q_tile.store(gl.convert_layout(result, values).to(q.dtype.element_ty))
-            _barrier()
-            to = out + (t.to(gl.int64) * H + block * HB) * D
-            gl.store(to + gl.arange(0, HB, rows)[:, None] * D + lane, q_tile.load(move))
+            if SPLITS == 1:
+                sink = gl.load(sinks + head) * 1.4426950408889634
+                highest = gl.maximum(above, sink)
+                fade = gl.exp2(above - highest)
+                scale = fade / (total * fade + gl.exp2(sink - highest))
+                position = gl.load(positions + t)
+                mixed = warpgroup_mma_wait(0, deps=[mixed])
+                result = mixed * gl.convert_layout(scale, gl.SliceLayout(1, values))[:, None]
+                result = _turned_back(result, cos_sin, position, D, R)
+                # Through the last keys' place, so that a warp writes whole lines.
+                _barrier()
+                stage = ring.index(slot)
+                stage.store(gl.convert_layout(result, values).to(q.dtype.element_ty))
+                _barrier()
+                to = out + (t.to(gl.int64) * H + block * HB) * D
+                gl.store(to + inside, stage.load(move))
+                _barrier()
+            else:
+                place = (t.to(gl.int64) * H + head) * SPLITS + part
+                gl.store(peaks + place, above)
+                gl.store(totals + place, total)
+                mixed = warpgroup_mma_wait(0, deps=[mixed])
+                row = t.to(gl.int64) * H + block * HB + gl.arange(0, HB, gl.SliceLayout(1, values))
+                row = row * SPLITS + part
+                column = gl.arange(0, D, gl.SliceLayout(0, values))
+                gl.store(parts + row[:, None] * D + column[None, :], mixed)
         else:
-            place = (t.to(gl.int64) * H + head) * SPLITS + part
-            gl.store(peaks + place, above)
-            gl.store(totals + place, total)
-            mixed = warpgroup_mma_wait(0, deps=[mixed])
-            row = t.to(gl.int64) * H + block * HB + gl.arange(0, HB, gl.SliceLayout(1, values))
-            row = row * SPLITS + part
-            column = gl.arange(0, D, gl.SliceLayout(0, values))
-            gl.store(parts + row[:, None] * D + column[None, :], mixed)
-    elif SPLITS > 1:
-        gl.store(peaks + (t.to(gl.int64) * H + head) * SPLITS + part,
-                 gl.full([HB], float("-inf"), gl.float32, gl.SliceLayout(1, logits)))  # fmt: skip
+            if SPLITS > 1:
+                nothing = gl.full([HB], float("-inf"), gl.float32, gl.SliceLayout(1, logits))
+                gl.store(peaks + (t.to(gl.int64) * H + head) * SPLITS + part, nothing)
+            async_copy.wait_group(0)  # of queries that nothing is done with
+            _barrier()
+            if next_count > 0:
+                later = _places_of(places + next_t.to(gl.int64) * width, 0, next_count - 1, N, rows)
+                _copy(q_tile, next_q + inside)
+                _copy(ring.index(first), cache + later[:, None] + lane)
+            async_copy.commit_group()
+        count = next_count
