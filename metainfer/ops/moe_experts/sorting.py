@@ -30,8 +30,9 @@ def counted(pairs: int) -> int:
 
 
 def share_of(pairs: int) -> int:
-    """Times SLOTS: the pairs of one program where there are more than one launch sorts."""
-    return max(4, -(-pairs // (SLOTS * PROGRAMS)))
+    """Times SLOTS: the pairs of one program where there are more than one launch sorts; a multiple
+    of the four that are counted at once."""
+    return 4 * -(-pairs // (4 * SLOTS * PROGRAMS))
 
 
 def blocks_of(pairs: int, experts: int, m: int) -> int:

@@ -19,10 +19,10 @@ _SLOTS = tl.constexpr(SLOTS)
 
 
 @triton.jit
-def _slots(ids, begin, pairs):
-    """Numbers and experts of SLOTS pairs, -1 past the last."""
-    i = begin + tl.arange(0, _SLOTS)
-    return i, tl.load(ids + i, mask=i < pairs, other=-1)
+def _pairs(ids, begin, pairs, COUNT: tl.constexpr):
+    """Experts of COUNT pairs, -1 past the last."""
+    i = begin + tl.arange(0, COUNT)
+    return tl.load(ids + i, mask=i < pairs, other=-1)
 
 
 @triton.jit(do_not_specialize=["pairs", "share"])
@@ -30,8 +30,8 @@ def count_kernel(ids, counts, pairs, share, EP: tl.constexpr):
     """Program: pairs of each expert among its ``share SLOTS``, into `counts` [programs, EP]."""
     program = tl.program_id(0)
     count = tl.zeros([EP], tl.int32)
-    for step in range(share):
-        _, mine = _slots(ids, (program * share + step) * _SLOTS, pairs)
+    for step in range(0, share, 4):
+        mine = _pairs(ids, (program * share + step) * _SLOTS, pairs, 4 * _SLOTS)
         count += tl.histogram(mine, EP, mask=mine >= 0)
     tl.store(counts + program * EP + tl.arange(0, EP), count)
 
@@ -40,21 +40,19 @@ def count_kernel(ids, counts, pairs, share, EP: tl.constexpr):
 def _counts(ids, counts, begin, program, programs, pairs, EP: tl.constexpr, PAIRS: tl.constexpr):
     """Pairs of each expert [EP]: (before pair `begin`, where the program's share starts; all)."""
     if PAIRS:
-        j = tl.arange(0, PAIRS)
-        every = tl.load(ids + j, mask=j < pairs, other=-1)
+        every = _pairs(ids, 0, pairs, PAIRS)
         total = tl.histogram(every, EP, mask=every >= 0)
         before = tl.zeros([EP], tl.int32)
         if PAIRS > _SLOTS:
-            before = tl.histogram(every, EP, mask=(every >= 0) & (j < begin))
+            before = tl.histogram(every, EP, mask=(every >= 0) & (tl.arange(0, PAIRS) < begin))
     else:
-        p, e = tl.arange(0, 16)[:, None], tl.arange(0, EP)[None, :]
-        earlier = tl.zeros([16, EP], tl.int32)
-        found = tl.zeros([16, EP], tl.int32)
-        for base in range(0, programs, 16):
+        p, e = tl.arange(0, 64)[:, None], tl.arange(0, EP)[None, :]
+        before = tl.zeros([EP], tl.int32)
+        total = tl.zeros([EP], tl.int32)
+        for base in range(0, programs, 64):
             part = tl.load(counts + (base + p) * EP + e, mask=base + p < programs, other=0)
-            found += part
-            earlier += tl.where(base + p < program, part, 0)
-        total, before = tl.sum(found, axis=0), tl.sum(earlier, axis=0)
+            total += tl.sum(part, axis=0)
+            before += tl.sum(tl.where(base + p < program, part, 0), axis=0)
     return before, total
 
 
@@ -71,15 +69,20 @@ def _sort(
     both = tl.cumsum(total.to(tl.int64) << 32 | filled, axis=0)  # one scan for both
     first, first_block = (both >> 32).to(tl.int32) - total, both.to(tl.int32) - filled
     free = first + before
+    i = tl.arange(0, _SLOTS)
+    mine = _pairs(ids, begin, pairs, _SLOTS)
     for step in range(share):
-        i, mine = _slots(ids, begin + step * _SLOTS, pairs)
+        ahead = _pairs(ids, begin + (step + 1) * _SLOTS, pairs, _SLOTS)
         known = mine >= 0
-        same = (mine[None, :] == mine[:, None]) & (i[None, :] < i[:, None])
-        rank = tl.sum(same.to(tl.int32), axis=1)
+        # the sum runs down a thread's own column
+        same = (mine[:, None] == mine[None, :]) & (i[:, None] < i[None, :])
+        rank = tl.sum(same.to(tl.int32), axis=0)
         place = tl.gather(free, tl.where(known, mine, 0), axis=0) + rank
-        tl.store(order + place, i.to(order.dtype.element_ty), mask=known)
+        pair = begin + step * _SLOTS + i
+        tl.store(order + place, pair.to(order.dtype.element_ty), mask=known)
         if not PAIRS:
             free += tl.histogram(mine, EP, mask=known)
+        mine = ahead
     if TABLE:
         for b in range(program, tl.max(filled, axis=0), programs):  # an expert's b-th block
             at = table + (first_block + b) * 3
