@@ -25,6 +25,7 @@ from metainfer.ops.moe_experts.tiles import (
     STREAM,
     WGMMA_CHUNK,
     WGMMA_STREAM,
+    PipelinedTile,
     Tile,
     WgmmaTile,
 )
@@ -160,6 +161,7 @@ def _values(tile: object) -> list[int]:
     return [getattr(tile, name) for name in tile.__dataclass_fields__]  # type: ignore[attr-defined]
 
 
+AnyTile = Tile | WgmmaTile | PipelinedTile
 D, F, E, TOP = 4096, 2048, 256, 6
 
 
@@ -210,11 +212,16 @@ def moe(sweep: bool) -> Iterator[Work]:
     assert packed[0].eight and packed[1].eight
     weight = (D * F * 3) * (0.5 + 1 / 32)
     limit = 4.0  # clamps part of what random weights give
-    few: list[Tile | WgmmaTile] = [WGMMA_STREAM, STREAM]
-    many: list[Tile | WgmmaTile] = [WGMMA_CHUNK, CHUNK]
+    few: list[AnyTile] = [WGMMA_STREAM, STREAM]
+    some: list[AnyTile] = [WGMMA_STREAM]
+    many: list[AnyTile] = [WGMMA_CHUNK, CHUNK]
     if sweep:
-        few += [WgmmaTile(64, 8, 4, stages, blocks) for stages, blocks in ((2, 2), (2, 4))]
-        many += [WgmmaTile(n, m, 8, 3, 2) for n, m in ((128, 64), (128, 128))]
+        few += [PipelinedTile(64, 8, 8, 4, ring) for ring in (4, 8)]
+        some += [PipelinedTile(64, m, 8, 4) for m in (8, 16)]
+        many += [
+            PipelinedTile(128, 128, 64, 8), PipelinedTile(128, 64, 64, 8),
+            PipelinedTile(128, 64, 32, 8), PipelinedTile(256, 64, 64, 8),
+        ]  # fmt: skip
     for rows in (1, 8, 32):
         x, copies = _tokens(rows, D), 6
         sets = [_routes(rows) for _ in range(copies)]
@@ -237,7 +244,7 @@ def moe(sweep: bool) -> Iterator[Work]:
         chosen = _routes(rows)
         distinct = len(set(chosen[0].flatten().tolist()))
         truth = cache(lambda x=x, c=chosen: _experts_truth(x, *c, up, down, limit, True))
-        for tile in [WGMMA_STREAM] if rows == 128 else many:
+        for tile in some if rows == 128 else many:
             yield Work(
                 f"experts m={rows} ({distinct} distinct)",
                 _text(tile, "chunk"),
