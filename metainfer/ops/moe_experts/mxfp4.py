@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from metainfer.core.errors import InternalError
-from metainfer.ops.linear.fp8 import capability, quantise, wide_type
+from metainfer.ops.linear.fp8 import capability, quantise, units, wide_type
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.moe_experts.plan import planned, sorted_bounds
 from metainfer.ops.moe_experts.sorting import blocks_of
@@ -33,7 +33,7 @@ from metainfer.ops.moe_experts.triton_mxfp4 import (
     stream_down_kernel,
     stream_up_kernel,
 )
-from metainfer.ops.moe_experts.triton_pipelined import pipelined_kernel
+from metainfer.ops.moe_experts.triton_pipelined import persistent_kernel, pipelined_kernel
 from metainfer.ops.moe_experts.triton_wgmma import experts_kernel
 
 
@@ -124,17 +124,23 @@ def _product(
 ) -> None:  # fmt: skip
     """One of the two products: ``up`` writes N / 2 hidden channels, otherwise N, N = out's."""
     k, n = q.shape[1], out.shape[1] * (2 if up else 1)
-    grid = (n // tile.n, table.shape[0])
     limit = limit or float("inf")
     if isinstance(tile, WgmmaTile):
-        experts_kernel[grid](
+        experts_kernel[n // tile.n, table.shape[0]](
             q, scales, order, table, routes, weight.words, weight.scales, weight.refs, out, limit,
             k, n, top, up, tile.n, tile.m, tile.blocks, tile.stages, tile.warps,
             num_warps=tile.warps,
         )  # fmt: skip
+    elif tile.persistent:
+        blocks = table.shape[0]
+        persistent_kernel[(min(units(q.device), n // tile.n * blocks),)](
+            q, scales, order, table, routes, weight.words.view(torch.int32), weight.scales,
+            weight.refs, out, limit, blocks, k, n, top, up, tile.n, tile.m, tile.least, tile.warps,
+            num_warps=tile.warps,
+        )  # fmt: skip
     else:
         ring = tile.ring if k % (tile.ring * 128) == 0 else 4
-        pipelined_kernel[grid](
+        pipelined_kernel[n // tile.n, table.shape[0]](
             q, scales, order, table, routes, weight.words.view(torch.int32), weight.scales,
             weight.refs, out, limit, k, n, top, up, tile.n, tile.m, tile.least, ring, tile.warps,
             num_warps=tile.warps,

@@ -55,6 +55,7 @@ class PipelinedTile:
     """Of the Hopper form that unpacks beside its products: `n` weight rows by up to `m` pairs.
 
     A block of up to `least` pairs takes a tile of as many; `ring` blocks of 128 channels are held.
+    `persistent`: a program a multiprocessor, each with many tiles (a ring of four).
     """
 
     n: int
@@ -62,11 +63,13 @@ class PipelinedTile:
     least: int
     warps: int
     ring: int = 4
+    persistent: bool = False
 
     def shared_bytes(self) -> int:
         """Rings of packed weights, activations and the scales of both."""
         block = self.n * BLOCK // 2 + self.m * BLOCK
-        return self.ring * block + self.ring // 2 * 16 * (self.n + self.m)
+        sums = self.n * self.m * 4 if self.persistent else 0
+        return self.ring * block + self.ring // 2 * 16 * (self.n + self.m) + sums
 
 
 WGMMA_STREAM = WgmmaTile(n=64, m=8, warps=4, stages=3, blocks=2)

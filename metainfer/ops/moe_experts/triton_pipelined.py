@@ -61,29 +61,25 @@ def _four_of(kind: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    block, w_place, x_place, s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at, xs_live,
-    SCALES: gl.constexpr, PLACES: gl.constexpr,
+    block, place, w_slot, x_slot, s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at, xs_live,
+    SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a block of 128 channels; SCALES: and of the scales of the four that begin
-    with it (16 bytes of a row: a sector serves few)."""
-    _copy(w_place, w_at + block * 16)
-    _copy(x_place, x_at + block * 128, mask=x_live)
+    """Start the copies of a block of 128 channels; SCALES: and, into their ring's `place`, of the
+    scales of the four that begin with it (16 bytes of a row: a sector serves few)."""
+    _copy(w_slot, w_at + block * 16)
+    _copy(x_slot, x_at + block * 128, mask=x_live)
     if SCALES:
-        group = block // 4
-        _copy(s_ring.index(group % PLACES), s_at + group * 4)
-        _copy(xs_ring.index(group % PLACES), xs_at + group * 4, mask=xs_live)
+        _copy(s_ring.index(place), s_at + block)
+        _copy(xs_ring.index(place), xs_at + block, mask=xs_live)
 
 
 @gluon.jit
-def _block(
-    q, q_scales, order, routes, w, scales, refs, out, limit, expert, first, count, tile,
+def _places(
+    q, q_scales, order, w, scales, refs, expert, first, count, tile,
     K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
-    M: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
+    M: gl.constexpr, WARPS: gl.constexpr, words: gl.constexpr,
 ):  # fmt: skip
-    """Tile `tile` of BN weight rows by the `count` <= M pairs from place `first`."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
-    words: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    """Where a tile of BN rows by `count` <= M pairs reads: weights, tokens, scales, references."""
     w_copy: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
     x_copy: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     s_copy: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
@@ -105,63 +101,39 @@ def _block(
     x_at = x_at + gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
     xs_at = q_scales + (xs_token.to(gl.int64) * (K // 128))[:, None]
     xs_at = xs_at + gl.arange(0, 4, gl.SliceLayout(0, xs_copy))[None, :]
-    x_live, xs_live = x_live[:, None], xs_live[:, None]
-
-    w_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
-    x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    rows_of: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    columns_of: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
-    AHEAD: gl.constexpr = RING - 1
-    PLACES: gl.constexpr = RING // 2  # of scales: those of four blocks each
-    w_ring = _four_of(gl.int32, [BN, 16], w_shared)
-    x_ring = _four_of(gl.float8e4nv, [M, 128], x_shared)
-    if RING == 8:
-        w_ring = w_ring + _four_of(gl.int32, [BN, 16], w_shared)
-        x_ring = x_ring + _four_of(gl.float8e4nv, [M, 128], x_shared)
-    s_ring = gl.allocate_shared_memory(gl.int32, [PLACES, BN, 4], rows_of)
-    xs_ring = gl.allocate_shared_memory(gl.float32, [PLACES, M, 4], columns_of)
-
-    for s in gl.static_range(AHEAD):
-        _fetch(
-            s, w_ring[s], x_ring[s], s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at, xs_live,
-            s % 4 == 0, PLACES,
-        )  # fmt: skip
-        async_copy.commit_group()
     rows = base + _row(gl.arange(0, BN, gl.SliceLayout(1, words)), tile, N, BN, UP)
     ref = gl.load(refs + rows).to(gl.int32)[:, None]
-    pick = (gl.arange(0, 16, gl.SliceLayout(0, words)) // 4 + 0x4440)[None, :]
-    BLOCKS: gl.constexpr = K // 128
-    acc = gl.zeros([BN, M], gl.float32, mma)
-    zero = gl.zeros([BN, M], gl.float32, mma)
-    async_copy.wait_group(AHEAD - 1)
-    _barrier()
-    four = s_ring.index(0).slice(0, 1, 1).load(words)
-    a = _unpacked(w_ring[0].load(words), four, ref, pick, BN)
-    for turn in range(BLOCKS // RING):
-        more = turn + 1 < BLOCKS // RING
-        for s in gl.static_range(RING):
-            block = turn * RING + s
-            part = warpgroup_mma(
-                _elements(a, left, BN), x_ring[s].permute((1, 0)), zero, use_acc=False,
-                is_async=True,
-            )  # fmt: skip
-            async_copy.wait_group(AHEAD - 2)  # the next block is there, for all warps
-            _barrier()
-            # past the last block this unpacks what nobody multiplies
-            four = s_ring.index((block + 1) // 4 % PLACES).slice((s + 1) % 4, 1, 1).load(words)
-            a = _unpacked(w_ring[(s + 1) % RING].load(words), four, ref, pick, BN)
-            if s + AHEAD < RING or more:
-                _fetch(
-                    block + AHEAD, w_ring[(s + AHEAD) % RING], x_ring[(s + AHEAD) % RING],
-                    s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at, xs_live,
-                    (s + AHEAD) % 4 == 0, PLACES,
-                )  # fmt: skip
-            async_copy.commit_group()
-            scale = xs_ring.index(block // 4 % PLACES).slice(s % 4, 1, 1)
-            scale = scale.permute((1, 0)).load(mma)
-            part = warpgroup_mma_wait(0, deps=[part])
-            acc += part * scale
-    _barrier()  # what follows may lie where others still multiply
+    return w_at, x_at, x_live[:, None], s_at, xs_at, xs_live[:, None], ref
+
+
+@gluon.jit
+def _ring(BN: gl.constexpr, M: gl.constexpr):
+    """Places of four blocks' weights and activations."""
+    w_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
+    x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    w_ring = _four_of(gl.int32, [BN, 16], w_shared)
+    x_ring = _four_of(gl.float8e4nv, [M, 128], x_shared)
+    return w_ring, x_ring
+
+
+@gluon.jit
+def _scale_rings(PLACES: gl.constexpr, BN: gl.constexpr, M: gl.constexpr):
+    """Places of the scales of four blocks each: weights' by rows, activations' by columns."""
+    rows_of: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    columns_of: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
+    s_ring = gl.allocate_shared_memory(gl.int32, [PLACES, BN, 4], rows_of)
+    xs_ring = gl.allocate_shared_memory(gl.float32, [PLACES, M, 4], columns_of)
+    return s_ring, xs_ring
+
+
+@gluon.jit
+def _finish(
+    acc, order, routes, refs, out, limit, expert, first, count, tile,
+    N: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The sums [BN, M] times their rows' factor; UP: clamp, SwiGLU, routing weight; written."""
+    mma: gl.constexpr = acc.type.layout
+    base = expert.to(gl.int64) * N
     last = gl.load(
         refs + base + _row(gl.arange(0, BN, gl.SliceLayout(1, mma)), tile, N, BN, UP)
     ).to(gl.int32)
@@ -188,6 +160,71 @@ def _block(
 
 
 @gluon.jit
+def _block(
+    q, q_scales, order, routes, w, scales, refs, out, limit, expert, first, count, tile,
+    K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
+    M: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Tile `tile` of BN weight rows by the `count` <= M pairs from place `first`."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
+    words: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    w_at, x_at, x_live, s_at, xs_at, xs_live, ref = _places(
+        q, q_scales, order, w, scales, refs, expert, first, count, tile,
+        K, N, TOP, UP, BN, M, WARPS, words,
+    )  # fmt: skip
+    AHEAD: gl.constexpr = RING - 1
+    PLACES: gl.constexpr = RING // 2  # of scales: those of four blocks each
+    w_ring, x_ring = _ring(BN, M)
+    if RING == 8:
+        w_more, x_more = _ring(BN, M)
+        w_ring, x_ring = w_ring + w_more, x_ring + x_more
+    s_ring, xs_ring = _scale_rings(PLACES, BN, M)
+    for s in gl.static_range(AHEAD):
+        _fetch(
+            s, s // 4, w_ring[s], x_ring[s], s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at,
+            xs_live, s % 4 == 0,
+        )  # fmt: skip
+        async_copy.commit_group()
+    pick = (gl.arange(0, 16, gl.SliceLayout(0, words)) // 4 + 0x4440)[None, :]
+    BLOCKS: gl.constexpr = K // 128
+    acc = gl.zeros([BN, M], gl.float32, mma)
+    zero = gl.zeros([BN, M], gl.float32, mma)
+    async_copy.wait_group(AHEAD - 1)
+    _barrier()
+    four = s_ring.index(0).slice(0, 1, 1).load(words)
+    a = _unpacked(w_ring[0].load(words), four, ref, pick, BN)
+    for turn in range(BLOCKS // RING):
+        more = turn + 1 < BLOCKS // RING
+        for s in gl.static_range(RING):
+            block = turn * RING + s
+            part = warpgroup_mma(
+                _elements(a, left, BN), x_ring[s].permute((1, 0)), zero, use_acc=False,
+                is_async=True,
+            )  # fmt: skip
+            async_copy.wait_group(AHEAD - 2)  # the next block is there, for all warps
+            _barrier()
+            # past the last block this unpacks what nobody multiplies
+            four = s_ring.index((block + 1) // 4 % PLACES).slice((s + 1) % 4, 1, 1).load(words)
+            a = _unpacked(w_ring[(s + 1) % RING].load(words), four, ref, pick, BN)
+            if s + AHEAD < RING or more:
+                _fetch(
+                    block + AHEAD, (block + AHEAD) // 4 % PLACES, w_ring[(s + AHEAD) % RING],
+                    x_ring[(s + AHEAD) % RING], s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at,
+                    xs_live, (s + AHEAD) % 4 == 0,
+                )  # fmt: skip
+            async_copy.commit_group()
+            scale = xs_ring.index(block // 4 % PLACES).slice(s % 4, 1, 1)
+            scale = scale.permute((1, 0)).load(mma)
+            part = warpgroup_mma_wait(0, deps=[part])
+            acc += part * scale
+    _barrier()  # what follows may lie where others still multiply
+    _finish(
+        acc, order, routes, refs, out, limit, expert, first, count, tile, N, UP, BN, M, WARPS
+    )  # fmt: skip
+
+
+@gluon.jit
 def pipelined_kernel(
     q, q_scales, order, table, routes, w, scales, refs, out, limit,
     K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
@@ -209,3 +246,130 @@ def pipelined_kernel(
             q, q_scales, order, routes, w, scales, refs, out, limit, expert, first, count, tile,
             K, N, TOP, UP, BN, LEAST, RING, WARPS,
         )  # fmt: skip
+
+
+@gluon.jit
+def _item(table, item, blocks, TILES: gl.constexpr):
+    """(tile, expert, first place, pairs) of a piece of work; no pairs past the last."""
+    block = gl.minimum(item // TILES, blocks - 1)
+    count = gl.load(table + block * 3 + 2)
+    count = gl.where(item // TILES < blocks, count, 0)
+    expert = gl.where(count > 0, gl.load(table + block * 3), 0)  # a block of none names no expert
+    return item % TILES, expert, gl.load(table + block * 3 + 1), count
+
+
+@gluon.jit
+def _piece(
+    q, q_scales, order, table, routes, w, scales, refs, out, limit, item, blocks,
+    tile, expert, first, count, a, ref, turns, w_at, x_at, x_live, s_at, xs_at, xs_live,
+    w_ring, x_ring, s_ring, xs_ring,
+    K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
+    M: gl.constexpr, HERE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """A tile by the `count` <= HERE pairs of one expert, whose first blocks are being copied and
+    whose very first is unpacked; `item` is what comes next, and is returned in that state."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HERE, 32])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
+    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
+    words: gl.constexpr = gl.DotOperandLayout(0, whole, 2)
+    pick = (gl.arange(0, 16, gl.SliceLayout(0, words)) // 4 + 0x4440)[None, :]
+    TURNS: gl.constexpr = K // 512
+    tile2, expert2, first2, count2 = _item(table, item, blocks, N // BN)
+    acc = gl.zeros([BN, HERE], gl.float32, mma)
+    zero = gl.zeros([BN, HERE], gl.float32, mma)
+    for turn in range(TURNS):
+        last = turn + 1 == TURNS
+        lead = (turn + 1) * 4
+        ref2 = ref
+        for s in gl.static_range(4):
+            part = warpgroup_mma(
+                _elements(a, left, BN), x_ring[s].slice(0, HERE, 0).permute((1, 0)), zero,
+                use_acc=False, is_async=True,
+            )  # fmt: skip
+            async_copy.wait_group(1)  # the next block is there, for all warps
+            _barrier()
+            if s == 0:
+                _fetch(
+                    turn * 4 + 3, 0, w_ring[3], x_ring[3], s_ring, xs_ring, w_at, x_at, x_live,
+                    s_at, xs_at, xs_live, False,
+                )  # fmt: skip
+                if last:
+                    w_at, x_at, x_live, s_at, xs_at, xs_live, ref2 = _places(
+                        q, q_scales, order, w, scales, refs, expert2, first2, count2, tile2,
+                        K, N, TOP, UP, BN, M, WARPS, words,
+                    )  # fmt: skip
+                    lead = 0
+            elif not last or count2 > 0:
+                _fetch(
+                    lead + s - 1, (turns + 1) % 2, w_ring[s - 1], x_ring[s - 1], s_ring, xs_ring,
+                    w_at, x_at, x_live, s_at, xs_at, xs_live, s == 1,
+                )  # fmt: skip
+            async_copy.commit_group()
+            # past the last piece this unpacks what nobody multiplies
+            four = s_ring.index((turns + s // 3) % 2).slice((s + 1) % 4, 1, 1).load(words)
+            if s == 3:
+                ref = ref2
+            a = _unpacked(w_ring[(s + 1) % 4].load(words), four, ref, pick, BN)
+            scale = xs_ring.index(turns % 2).slice(s, 1, 1).slice(0, HERE, 0)
+            scale = scale.permute((1, 0)).load(mma)
+            part = warpgroup_mma_wait(0, deps=[part])
+            acc += part * scale
+        turns += 1
+    _finish(
+        acc, order, routes, refs, out, limit, expert, first, count, tile, N, UP, BN, HERE, WARPS
+    )  # fmt: skip
+    return tile2, expert2, first2, count2, a, ref, turns, w_at, x_at, x_live, s_at, xs_at, xs_live
+
+
+@gluon.jit(do_not_specialize=["blocks"])
+def persistent_kernel(
+    q, q_scales, order, table, routes, w, scales, refs, out, limit, blocks,
+    K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
+    M: gl.constexpr, LEAST: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """As `pipelined_kernel` with a ring of four: a program takes one tile by block of pairs after
+    the other, and the copies of the next start before the sums of this are written."""
+    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
+    words: gl.constexpr = gl.DotOperandLayout(0, whole, 2)
+    w_ring, x_ring = _ring(BN, M)
+    s_ring, xs_ring = _scale_rings(2, BN, M)
+    item = gl.program_id(0)
+    tile, expert, first, count = _item(table, item, blocks, N // BN)
+    w_at, x_at, x_live, s_at, xs_at, xs_live, ref = _places(
+        q, q_scales, order, w, scales, refs, expert, first, count, tile,
+        K, N, TOP, UP, BN, M, WARPS, words,
+    )  # fmt: skip
+    if count > 0:
+        for s in gl.static_range(3):
+            _fetch(
+                s, 0, w_ring[s], x_ring[s], s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at,
+                xs_live, s == 0,
+            )  # fmt: skip
+            async_copy.commit_group()
+        async_copy.wait_group(2)
+        _barrier()
+        pick = (gl.arange(0, 16, gl.SliceLayout(0, words)) // 4 + 0x4440)[None, :]
+        four = s_ring.index(0).slice(0, 1, 1).load(words)
+        a = _unpacked(w_ring[0].load(words), four, ref, pick, BN)
+        turns = 0
+        while count > 0:
+            item += gl.num_programs(0)
+            if count > LEAST:
+                (
+                    tile, expert, first, count, a, ref, turns, w_at, x_at, x_live, s_at, xs_at,
+                    xs_live,
+                ) = _piece(
+                    q, q_scales, order, table, routes, w, scales, refs, out, limit, item, blocks,
+                    tile, expert, first, count, a, ref, turns, w_at, x_at, x_live, s_at, xs_at,
+                    xs_live, w_ring, x_ring, s_ring, xs_ring, K, N, TOP, UP, BN, M, M, WARPS,
+                )  # fmt: skip
+            else:
+                (
+                    tile, expert, first, count, a, ref, turns, w_at, x_at, x_live, s_at, xs_at,
+                    xs_live,
+                ) = _piece(
+                    q, q_scales, order, table, routes, w, scales, refs, out, limit, item, blocks,
+                    tile, expert, first, count, a, ref, turns, w_at, x_at, x_live, s_at, xs_at,
+                    xs_live, w_ring, x_ring, s_ring, xs_ring, K, N, TOP, UP, BN, M, LEAST, WARPS,
+                )  # fmt: skip
+        async_copy.wait_group(0)
