@@ -219,7 +219,8 @@ def moe(sweep: bool) -> Iterator[Work]:
         few += [PipelinedTile(64, 8, 8, 4, ring) for ring in (4, 8)]
         some += [PipelinedTile(64, m, 8, 4) for m in (8, 16)]
         many += [
-            PipelinedTile(128, 128, 64, 8), PipelinedTile(128, 64, 64, 8),
+            PipelinedTile(128, 128, 64, 8), PipelinedTile(128, 128, 64, 8, persistent=True),
+            PipelinedTile(128, 64, 64, 8), PipelinedTile(128, 64, 32, 8, persistent=True),
             PipelinedTile(128, 64, 32, 8), PipelinedTile(256, 64, 64, 8),
         ]  # fmt: skip
     for rows in (1, 8, 32):
