@@ -174,7 +174,7 @@ class StaticSteps:
 def rows_of(out: StaticOutput, segment: Segment) -> tuple[Tensor, SampleOutput | None]:
     """Logits [R, V] of the rows that the segment asks for, in order, and their likeliest tokens."""
     runs = segment.ranks[0].runs
-    if segment.phase in (Phase.DECODE, Phase.VERIFY):
+    if segment.phase is Phase.VERIFY:
         at, wanted = 0, list[int]()
         for run in runs:
             at += len(run.tokens)

@@ -152,17 +152,15 @@ def step_ids(runs: Sequence[TokenRun], table: SlotTable) -> Ints:
 
     `PENDING` stays where the slot's latest draw was not read yet.
     """
-    ids = np.zeros(sum(len(run.tokens) for run in runs), np.int64)
-    at = 0
+    ids: list[int] = []
     for run in runs:
-        end = at + len(run.tokens)
-        ids[at:end] = run.tokens
+        at = len(ids)
+        ids += run.tokens
         if run.tokens[0] == PENDING and run.start < len(known := table.states[run.slot].tokens):
             ids[at] = known[run.start]
         if run.drafts:
-            ids[end - run.drafts : end] = drafts_of(run, table.states[run.slot])
-        at = end
-    return ids
+            ids[-run.drafts :] = drafts_of(run, table.states[run.slot])
+    return np.array(ids, np.int64)
 
 
 def _logit_rows(runs: Sequence[TokenRun], query_start: npt.NDArray[np.int32]) -> Ints:

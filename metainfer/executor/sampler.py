@@ -51,6 +51,12 @@ class _Row:
         self.index = state.sampled + before
         self.generated = len(state.tokens) - state.prompt_len + before
 
+    @property
+    def likeliest(self) -> bool:
+        """Whether the draw is the likeliest token, and no more is to be said of it."""
+        params = self.state.params
+        return self.state.bare and params.greedy and self.generated >= params.min_tokens
+
 
 @dataclass(slots=True)
 class Draws:
@@ -86,6 +92,11 @@ class Draws:
             row += count
             state, prompt = self.states[number], self.prompt[number]
             state.awaited -= run.samples
+            if state.bare and run.samples and not (run.drafts or prompt or bad[span.start]):
+                state.sampled += 1
+                state.tokens.append(tokens[span.start])
+                results.append(RunResult(run.slot, (tokens[span.start],)))
+                continue
             kept = tokens[span]
             kept = kept[: accepted(self.proposed[number], kept) + 1]
             if state.grammar is not None and state.grammar.fault:
@@ -142,7 +153,10 @@ def launch_draws(
     prompt = _prompt_logprobs(logits, runs, states)
     if not rows:
         return Draws(runs, states, rows, proposed, prompt, None, None)
-    output = _draw(drawn, gather(rows, logits.device), ops, best)
+    if best is not None and len(best.tokens) == len(rows) and all(row.likeliest for row in rows):
+        output = best
+    else:
+        output = ops.sample(drawn, gather(rows, logits.device))
     return Draws(runs, states, rows, proposed, prompt, _Arriving.of(output), output.tokens)
 
 
@@ -153,17 +167,6 @@ def finish_runs(
     draws = launch_draws(logits, runs, table, ops)
     wait_for(logits.device)
     return draws.settle(guard=guard)
-
-
-def _draw(
-    logits: Tensor, inputs: SampleInputs, ops: PhaseOps, best: SampleOutput | None
-) -> SampleOutput:
-    """A draw of every row; `best` where all of them want just that."""
-    bare = inputs.greedy and inputs.plain and inputs.top_logprobs == NO_LOGPROBS
-    if best is not None and bare and len(best.tokens) == len(logits):
-        return best
-    drawn: SampleOutput = ops.sample(logits, inputs)
-    return drawn
 
 
 def broken(slot: int) -> RunResult:
@@ -369,8 +372,9 @@ def _prompt_logprobs(
     for run, state in zip(runs, states, strict=True):
         wanted = state.params.prompt_logprobs
         first = run.end - run.logits
-        targets = state.tokens[first + 1 : min(run.end + 1, state.prompt_len)]
-        if wanted is None or not targets:
+        if wanted is None or not (
+            targets := state.tokens[first + 1 : min(run.end + 1, state.prompt_len)]
+        ):
             found.append(())
         else:
             scores: list[TokenLogprobs] = []

@@ -31,7 +31,8 @@ class SlotState:
     """One running request. `tokens` = prompt and everything sampled; `sampled` counts draws over
     the request's whole life, preemptions included; `awaited`: draws under way, which neither has
     yet. `proposals`: what a model that drafts made of the latest run; `grammar` narrows what may be
-    drawn; `adapter`: its place, for life. `asks`: why a draw asks for all tokens before it."""
+    drawn; `adapter`: its place, for life. `asks`: why a draw asks for all tokens before it; `bare`:
+    it changes no logit but by `min_tokens`, and reports no log-probability."""
 
     request_id: str
     params: SamplingParams
@@ -44,12 +45,16 @@ class SlotState:
     grammar: Grammar | None = None
     adapter: int = NO_ADAPTER
     awaited: int = 0
+    asks: str = field(init=False)
+    bare: bool = field(init=False)
 
-    @property
-    def asks(self) -> str:
+    def __post_init__(self) -> None:
+        params = self.params
+        self.asks = HISTORY if params.counts_tokens else ""
         if self.grammar is not None:
-            return GRAMMAR
-        return HISTORY if self.params.counts_tokens else ""
+            self.asks = GRAMMAR
+        edited = self.asks or params.logit_bias or params.allowed_token_ids
+        self.bare = not edited and params.logprobs is None
 
 
 class SlotTable:

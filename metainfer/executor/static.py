@@ -33,17 +33,19 @@ Ints = npt.NDArray[np.int64]
 class DeviceTables:
     """The tables of all slots on the device, kept current by the plans' diffs.
 
-    `pages` [slots + 1, W] int32 for each group (W = 0 for states); `latest` int64 [slots + 1], the
-    token drawn last. The last line is the spare slot's.
+    `pages` [slots + 1, W] int32 for each group (W = 0 for states), columns of one table; `latest`
+    int64 [slots + 1], the token drawn last. The last line is the spare slot's.
     """
 
     def __init__(self, table: SlotTable, device: torch.device) -> None:
-        self._host = table
         self.spare = table.slots
-        shapes = [(table.slots + 1, pages.shape[1]) for pages in table.page_tables]
-        self.pages = [torch.full(s, -1, dtype=torch.int32, device=device) for s in shapes]
-        for pages in self.pages:
-            pages[-1] = 0
+        widths = [pages.shape[1] for pages in table.page_tables]
+        self._first = [sum(widths[:group]) for group in range(len(widths))]
+        self._lines = torch.full(
+            (table.slots + 1, sum(widths)), -1, dtype=torch.int32, device=device
+        )
+        self._lines[-1] = 0
+        self.pages = torch.split(self._lines, widths, dim=1)
         self.latest = torch.zeros(table.slots + 1, dtype=torch.int64, device=device)
 
     def note(self, runs: Sequence[TokenRun], drawn: Tensor) -> None:
@@ -52,15 +54,19 @@ class DeviceTables:
         self.latest.index_copy_(0, to_device(slots, drawn.device), drawn)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in a plan's diff, after the host's tables have."""
-        changed = sorted({new.slot for new in plan.new} | {grant.slot for grant in plan.pages})
-        if not changed:
-            return
-        lines = np.array(changed, np.int64)
-        where = to_device(lines, self.latest.device)
-        for pages, host in zip(self.pages, self._host.page_tables, strict=True):
-            if host.shape[1]:
-                pages.index_copy_(0, where, to_device(host[lines], pages.device))
+        """Take in a plan's diff: empty lines for who enters, then the pages granted."""
+        device, width = self.latest.device, self._lines.shape[1]
+        if plan.new:
+            entered = np.array([new.slot for new in plan.new], np.int64)
+            self._lines.index_fill_(0, to_device(entered, device), -1)
+        where, pages = list[int](), list[int]()
+        for grant in plan.pages:
+            first = grant.slot * width + self._first[grant.group] + grant.first
+            where += range(first, first + len(grant.pages))
+            pages += grant.pages
+        if pages:
+            places, values = to_device(np.array([where, pages], np.int64), device)
+            self._lines.view(-1).index_copy_(0, places, values.int())
 
 
 @dataclass(slots=True)
