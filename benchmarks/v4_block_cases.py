@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from v4_cases import BF16, Work
 
+from metainfer.engine.machine import open_machine
 from metainfer.kv.book.form import EntryForm, index_fp4, index_fp8, latent_fp8, latent_plain
 from metainfer.kv.store.entries import EntryPages, StateRows, gather
 from metainfer.ops.activation import ref as activation
@@ -19,11 +20,14 @@ from metainfer.ops.compress import ref as compressors
 from metainfer.ops.compress.tiles import Tile as CompressTile
 from metainfer.ops.compress.triton import compress
 from metainfer.ops.hyper import ref as hyper
+from metainfer.ops.hyper import triton_calls
 from metainfer.ops.hyper.cases import mix_pre_recipe, pre_recipe
+from metainfer.ops.hyper.tiles import Tile
 from metainfer.ops.hyper.triton_calls import hyper_mix_pre, hyper_pre
 from metainfer.ops.latent_qkv import ref as latents
 from metainfer.ops.latent_qkv.cases import recipe as latent_recipe
 from metainfer.ops.latent_qkv.triton import latent_qkv
+from metainfer.ops.qualify import qualify_all
 
 DEVICE = "cuda"
 ROWS = (1, 8, 32, 128, 8192)
@@ -49,7 +53,62 @@ def _first(*args: Tensor) -> tuple[Tensor, ...]:
     return tuple(arg[:JUDGED] for arg in args)
 
 
+#: By rows: how their tokens and channels are cut in other ways.
+TILES: dict[int, dict[str, Tile]] = {
+    8: {
+        "64 splits": Tile(d=32, down=1, across=4, splits=64, programs=1),
+        "no warps across": Tile(d=32, down=1, across=1, splits=128, programs=1),
+    },
+    32: {
+        "64 splits": Tile(d=32, down=1, across=4, splits=64, programs=1),
+        "2 warps down": Tile(d=32, down=2, across=1, splits=64, programs=1),
+        "2 down, 4 across": Tile(d=32, down=2, across=4, splits=128, programs=1),
+    },
+    128: {
+        "4 warps across": Tile(d=32, down=1, across=4, splits=32, programs=2),
+        "2 warps down": Tile(d=32, down=2, across=1, splits=64, programs=2),
+        "32 splits": Tile(d=32, down=4, across=1, splits=32, programs=1),
+        "2 down, 4 across": Tile(d=32, down=2, across=4, splits=64, programs=2),
+    },
+    8192: {
+        "1 warp down": Tile(d=32, down=1, across=1, splits=8, programs=32),
+        "2 warps down": Tile(d=32, down=2, across=1, splits=8, programs=16),
+        "8 warps down": Tile(d=32, down=8, across=1, splits=8, programs=8),
+        "16 splits": Tile(d=32, down=4, across=1, splits=16, programs=32),
+        "4 down, 2 across": Tile(d=32, down=4, across=2, splits=8, programs=8),
+    },
+}
+
+
+def _tiled(tile: Tile, *args: Tensor) -> tuple[Tensor, ...]:
+    """`hyper_mix_pre` with its tokens cut as `tile` says."""
+    before, triton_calls.tile_for = triton_calls.tile_for, lambda rows: tile
+    try:
+        return hyper_mix_pre(*args, **HYPER)
+    finally:
+        triton_calls.tile_for = before
+
+
+@cache
+def _proven() -> Tensor:
+    """The ops' cases on this card."""
+    machine = open_machine("cuda")
+    impls = [i for i in machine.registry.impls() if i.op.startswith("hyper_")]
+    found = qualify_all(
+        [i for i in impls if i.provider == "triton"], "bfloat16", DEVICE, machine.facts,
+        machine.registry,
+    )  # fmt: skip
+    reasons = [reason for each in found for reason in each.reasons]
+    if reasons:
+        raise RuntimeError("; ".join(reasons))
+    return torch.ones(1, device=DEVICE)
+
+
 def streams(sweep: bool) -> Iterator[Work]:
+    if sweep:
+        cases = Work("hyper cases", "", lambda i: _proven(), lambda: (_proven().double(),) * 2,
+                     bytes=1, flops=0.0, rate="bf16_flops", copies=1)  # fmt: skip
+        yield cases
     for rows in ROWS:
         copies = 40 if rows < 1024 else 2  # a site's matrix has 1.6 MB
         sites = [
@@ -79,18 +138,45 @@ def streams(sweep: bool) -> Iterator[Work]:
             lambda i, s=sites, a=state: _joined(*hyper_mix_pre(*a, *s[i], **HYPER)),
             truth,
             bytes=moved * (2 * N + 2) + 24 * N * D * 4,
-            flops=4.0 * rows * 24 * N * D,
+            flops=6.0 * rows * 24 * N * D,
             rate="bf16_flops",
             copies=copies,
         )
+        for name, tile in TILES.get(rows, {}).items() if sweep else ():
+            yield Work(
+                f"hyper_mix_pre m={rows}",
+                name,
+                lambda i, s=sites, a=state, tile=tile: _joined(*_tiled(tile, *a, *s[i])),
+                truth,
+                bytes=moved * (2 * N + 2) + 24 * N * D * 4,
+                flops=6.0 * rows * 24 * N * D,
+                rate="bf16_flops",
+                copies=copies,
+            )
         yield Work(
             f"hyper_pre m={rows}",
             "",
             lambda i, s=sites, r=r: _joined(*hyper_pre(r, *s[i], **HYPER)),
             entry,
             bytes=moved * (N + 1) + 24 * N * D * 4,
-            flops=4.0 * rows * 24 * N * D,
+            flops=6.0 * rows * 24 * N * D,
             rate="bf16_flops",
+            copies=copies,
+        )
+
+        def weights(sites: Any = sites, r: Tensor = r) -> tuple[Tensor, Tensor]:
+            exact = hyper.hyper_pre(*(a.double() for a in (r[:JUDGED], *sites[0])), **HYPER)
+            return _joined(*exact[1:]), _joined(*pre_recipe(r[:JUDGED], *sites[0], **HYPER)[1:])
+
+        yield Work(
+            f"hyper_pre m={rows}, float32",
+            "",
+            lambda i, s=sites, r=r: _joined(*hyper_pre(r, *s[i], **HYPER)[1:]),
+            weights,
+            bytes=moved * (N + 1) + 24 * N * D * 4,
+            flops=6.0 * rows * 24 * N * D,
+            rate="bf16_flops",
+            floor=1e-6,  # that of a case: other orders of sums
             copies=copies,
         )
 

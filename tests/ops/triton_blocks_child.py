@@ -240,24 +240,6 @@ def hyper(tile: Tile, rows: int) -> float:
     return worst
 
 
-def run_halves() -> float:
-    """The matrix unit cuts operands to 11 bits: streams of half types lose none, a float32 weight
-    in two parts loses less than one in 2^20."""
-    cut = torch.tensor(-8192, dtype=torch.int32)
-
-    def tf32(x: Tensor) -> Tensor:
-        return (x.view(torch.int32) & cut).view(torch.float32)
-
-    weight = (
-        normal(G, 1 << 16) * torch.exp2(torch.randint(-20, 9, (1 << 16,), generator=G))
-    ).float()
-    upper = tf32(weight)
-    lost = (weight - (upper + tf32(weight - upper))).abs() / weight.abs()
-    streams = normal(G, 1 << 12).to(torch.bfloat16).float()
-    streams = torch.cat((streams, normal(G, 1 << 12).half().float()))
-    return float(lost.max() * 2) + float((tf32(streams) != streams).sum())
-
-
 RUNS: dict[str, Callable[[], float]] = {
     "latent-fp8-bytes": lambda: entries(latent_fp8(88, 24)),
     "index-fp8-bytes": lambda: entries(index_fp8(64)),
@@ -265,9 +247,8 @@ RUNS: dict[str, Callable[[], float]] = {
     "codes": run_codes,
     "hadamard": run_hadamard,
     "compress-cuts": run_compress_cuts,
-    "hyper-parts": lambda: hyper(Tile(m=16, per=1, d=8, warps=4, stages=2), 7),
+    "hyper-parts": lambda: hyper(Tile(d=8, down=1, across=4, splits=4, programs=1), 7),
     "hyper-long": lambda: hyper(LONG, 33),
-    "hyper-halves": run_halves,
 }
 
 

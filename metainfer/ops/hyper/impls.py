@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from metainfer.core.verdict import Verdict
-from metainfer.kernels.conditions import at_most, shared_memory
+from metainfer.kernels.conditions import at_most
 from metainfer.kernels.cost import elementwise, extent, roofline, width
 from metainfer.kernels.impl import Context, Impl
 from metainfer.ops.declare import TRITON, portable, reference, triton
-from metainfer.ops.hyper.tiles import FEW, MAX_STREAMS, MAX_WIDTH, tile_for
+from metainfer.ops.hyper.tiles import MAX_STREAMS, MAX_WIDTH
 
 Cost = Callable[[Context], float | None]
 
@@ -23,23 +22,14 @@ def _cost(copies: int, launches: int, part: float) -> Cost:
 
 
 def _site_cost(copies: float, part: float) -> Cost:
-    """The streams `copies` times and the site's float32 matrix once. Few tokens: one launch."""
+    """The streams `copies` times and the site's float32 matrix once, in two launches."""
 
     def traffic(c: Context) -> float:
         n, d = extent(c, "n", 4), extent(c, "d")
         streams = copies * extent(c, "rows") * n * d * width(c)
         return streams + 4.0 * (n + 2) * n * n * d
 
-    def seconds(c: Context) -> float | None:
-        launches = 1 if extent(c, "rows") <= FEW else 2
-        return roofline(traffic, launches=launches, part=part)(c)
-
-    return seconds
-
-
-def _fits(c: Context) -> Verdict:
-    needed = tile_for(extent(c, "rows")).shared_bytes(extent(c, "n", 4))
-    return shared_memory(needed)(c)
+    return roofline(traffic, launches=2, part=part)
 
 
 _NARROW = (*TRITON, at_most("n", MAX_STREAMS), at_most("d", MAX_WIDTH))
@@ -50,10 +40,10 @@ def _triton(op: str, cost: Cost, *more: Any) -> Impl:
 
 
 IMPLS = (
-    _triton("hyper_pre", _site_cost(2.5, 0.6), _fits),
+    _triton("hyper_pre", _site_cost(2.5, 0.6)),
     portable("hyper_pre", "hyper.torch_hyper:hyper_pre", cost=_cost(4, 96, 0.3)),
     reference("hyper_pre", "hyper.ref:hyper_pre", graph_safe=True, cost=_cost(5, 140, 0.15)),
-    _triton("hyper_mix_pre", _site_cost(3.5, 0.6), _fits),
+    _triton("hyper_mix_pre", _site_cost(3.5, 0.6)),
     portable("hyper_mix_pre", "hyper.torch_hyper:hyper_mix_pre", cost=_cost(8, 100, 0.28)),
     reference(
         "hyper_mix_pre", "hyper.ref:hyper_mix_pre", graph_safe=True, cost=_cost(10, 146, 0.15)
@@ -67,7 +57,7 @@ IMPLS = (
     _triton("hyper_mix", _cost(3, 1, 0.8)),
     portable("hyper_mix", "hyper.torch_hyper:hyper_mix", cost=_cost(4, 4, 0.25)),
     reference("hyper_mix", "hyper.ref:hyper_mix", graph_safe=True, cost=_cost(5, 6, 0.15)),
-    _triton("hyper_head", _site_cost(2.5, 0.6), _fits),
+    _triton("hyper_head", _site_cost(2.5, 0.6)),
     portable("hyper_head", "hyper.torch_hyper:hyper_head", cost=_cost(4, 12, 0.25)),
     reference("hyper_head", "hyper.ref:hyper_head", graph_safe=True, cost=_cost(6, 14, 0.15)),
 )

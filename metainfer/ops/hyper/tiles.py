@@ -10,56 +10,63 @@ MAX_STREAMS = 4
 MAX_WIDTH = 16384
 """Widest stream: the program that collapses a token holds one whole."""
 
-FEW = 8
-"""Most tokens of the form that ends in its first kernel: the program that arrives last at a token
-collapses it. One program a token then, whatever the matrix unit's shortest side."""
-
-SPLIT_LANES = 64
-"""Most parts into which the channels of a token are cut."""
-
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`m` rows of the matrix unit, of which `per` hold tokens, by `d` channels of every stream."""
+    """16 tokens by `d` channels of every stream a warp at a time: `down` warps for other tokens,
+    `across` for other numbers of the site. Channels of a token are cut into at most `splits` parts,
+    so that about `programs` run on each unit."""
 
-    m: int
-    per: int
     d: int
-    warps: int
-    stages: int
+    down: int
+    across: int
+    splits: int
+    programs: int
 
-    def shared_bytes(self, n: int) -> int:
-        """Upper estimate: weights in flight, and the operands' way into the matrix unit."""
-        lanes = product_lanes((n + 2) * n)
-        weights = (n * (self.stages - 1) + 2) * lanes * self.d * 4
-        return weights + 6 * self.m * self.d * 4 + 2048
+    @property
+    def m(self) -> int:
+        return 16 * self.down
+
+    @property
+    def warps(self) -> int:
+        return self.down * self.across
+
+    @property
+    def batch(self) -> int:
+        """Tokens whose weights one program makes: what it sums at once is bounded."""
+        return SUMMED // self.splits
 
 
-SINGLE = Tile(m=16, per=1, d=32, warps=4, stages=2)
-SHORT = Tile(m=16, per=16, d=32, warps=4, stages=2)
-LONG = Tile(m=64, per=64, d=32, warps=8, stages=2)
-LONG_ROWS = 1024
-"""From so many tokens on each weight is used for 64 of them."""
+SUMMED = 128
+SHORT = Tile(d=32, down=1, across=4, splits=128, programs=1)
+MIDDLE = Tile(d=32, down=4, across=1, splits=64, programs=1)
+LONG = Tile(d=32, down=4, across=1, splits=8, programs=8)
+SHORT_ROWS, MIDDLE_ROWS = 32, 1023
+"""Most tokens of a tile: few tokens wait for reads, many share each weight."""
 
-FINISH_WARPS = 4
 MIX_LANES = 1024
 
 
 def tile_for(rows: int) -> Tile:
     """The tile for a number of tokens."""
-    if rows <= FEW:
-        return SINGLE
-    return SHORT if rows < LONG_ROWS else LONG
+    if rows <= SHORT_ROWS:
+        return SHORT
+    return MIDDLE if rows <= MIDDLE_ROWS else LONG
 
 
-def splits_for(blocks: int, chunks: int, units: int) -> int:
-    """Into how many parts the channels are cut: a power of two, about two programs a unit."""
+def splits_for(tile: Tile, blocks: int, chunks: int, units: int) -> int:
+    """Into how many parts the channels are cut: a power of two."""
     splits = 1
-    while splits < SPLIT_LANES and 2 * splits <= chunks and blocks * splits < 2 * units:
+    while splits < tile.splits and 2 * splits <= chunks and blocks * splits < tile.programs * units:
         splits *= 2
     return splits
 
 
 def product_lanes(numbers: int) -> int:
-    """Columns of the product: a power of two, 16 or more."""
-    return max(16, 1 << (numbers - 1).bit_length())
+    """Columns of the product and one more: a power of two, 16 or more."""
+    return max(16, 1 << numbers.bit_length())
+
+
+def finish_warps(width: int) -> int:
+    """Warps of the program that holds a token's channels: up to 32 of each stream a thread."""
+    return min(16, max(4, width // 1024))

@@ -1,8 +1,6 @@
-"""Calls of the hyper-connection kernels: one launch for few tokens, two for more."""
+"""Calls of the hyper-connection kernels: two launches."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
@@ -10,25 +8,18 @@ from torch import Tensor
 
 from metainfer.core.errors import InternalError
 from metainfer.ops.hyper.tiles import (
-    FEW,
-    FINISH_WARPS,
     MIX_LANES,
-    SPLIT_LANES,
+    finish_warps,
     product_lanes,
     splits_for,
     tile_for,
 )
 from metainfer.ops.hyper.triton import finish_kernel, mix_kernel, step_kernel
+from metainfer.ops.hyper.triton_direct import step_kernel as direct_step_kernel
 from metainfer.ops.linear.fp8 import units
 
 Site = tuple[Tensor, Tensor, Tensor]
 """fn, base, scale."""
-
-
-@cache
-def _counters(device: torch.device, site: int) -> Tensor:
-    """Arrivals per token at the site whose matrix is stored at `site`: zero between calls."""
-    return torch.zeros(FEW, dtype=torch.int32, device=device)
 
 
 def hyper_pre(
@@ -117,26 +108,23 @@ def _step(
     if rows == 0:
         return mixed, x, post_out, comb_out
     tile = tile_for(rows)
-    blocks, chunks = triton.cdiv(rows, tile.per), triton.cdiv(d, tile.d)
-    splits = splits_for(blocks, chunks, units(device))
-    numbers = fn.shape[0]
+    blocks, chunks = triton.cdiv(rows, tile.m), triton.cdiv(d, tile.d)
+    splits = splits_for(tile, blocks, chunks, units(device))
+    numbers, width = fn.shape[0], triton.next_power_of_2(d)
     lanes = product_lanes(numbers)
     parts = torch.empty((splits, rows, lanes), dtype=torch.float32, device=device)
-    squares = torch.empty((splits, rows), dtype=torch.float32, device=device)
-    last = tile.per == 1 and rows <= FEW
-    counters = _counters(device, fn.data_ptr()) if last else squares
-    weight = base if norm_weight is None else norm_weight
-    power = triton.next_power_of_2
-    sizes = (n, power(n), d, power(d))
-    step_kernel[(blocks, splits)](
-        streams, y, post, comb, mixed, fn, parts, squares, counters, base, scale, weight, x,
-        post_out, comb_out, rows, splits, triton.cdiv(chunks, splits), y.stride(0), norm_eps, eps,
-        iters, *sizes, numbers, lanes, tile.m, tile.per, tile.d, SPLIT_LANES, block is not None,
-        streams.dtype == torch.float32, last, head, num_warps=tile.warps, num_stages=tile.stages,
+    direct = streams.dtype == torch.bfloat16
+    kernel = direct_step_kernel if direct else step_kernel
+    warps = (tile.down, tile.across) if direct else ()
+    kernel[(blocks, splits)](
+        streams, y, post, comb, mixed, fn, parts, rows, splits, triton.cdiv(chunks, splits),
+        y.stride(0), n, d, numbers, lanes, tile.m, tile.d, block is not None, *warps,
+        num_warps=tile.warps,
     )  # fmt: skip
-    if not last:
-        finish_kernel[(rows,)](
-            mixed, parts, squares, base, scale, weight, x, post_out, comb_out, rows, splits,
-            norm_eps, eps, iters, *sizes, lanes, SPLIT_LANES, head, num_warps=FINISH_WARPS,
-        )  # fmt: skip
+    ends = 0 if head else triton.cdiv(rows, tile.batch)
+    finish_kernel[(ends + rows,)](
+        mixed, parts, base, scale, base if norm_weight is None else norm_weight, x, post_out,
+        comb_out, rows, splits, norm_eps, eps, iters, n, d, width, numbers, lanes, tile.splits,
+        tile.batch, head, num_warps=finish_warps(width),
+    )  # fmt: skip
     return mixed, x, post_out, comb_out
