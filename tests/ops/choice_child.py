@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -20,6 +21,7 @@ from metainfer.kv.book.form import EntryForm, index_fp4, index_fp8, index_plain
 from metainfer.kv.store.entries import EntryPages, store
 from metainfer.ops.case import generator, integers, poisoned
 from metainfer.ops.indexer.ref import index_select as reference
+from metainfer.ops.indexer.tiles import STREAM, WIDE_SCORE
 from metainfer.ops.indexer.triton_calls import index_select
 from metainfer.ops.moe_route import ref as router
 from metainfer.ops.moe_route.tiles import MANY, SOME, WHOLE, Tile
@@ -27,6 +29,8 @@ from metainfer.ops.moe_route.triton_calls import moe_route, moe_route_hash
 from metainfer.ops.sample import ref as sampler
 from metainfer.ops.sample.draw import uniform
 from metainfer.ops.sample.inputs import SampleInputs
+from metainfer.ops.sample.tiles import TILE
+from metainfer.ops.sample.tiles import Tile as SampleTile
 from metainfer.ops.sample.triton_calls import sample
 
 G = generator(23)
@@ -40,11 +44,12 @@ def exact(steps: int, *shape: int) -> Tensor:
 
 def filed(keys: list[Tensor], form: EntryForm, entries: int = 16) -> tuple[EntryPages, Tensor]:
     """Each sequence's keys in pages of its own, shuffled; what nobody wrote is NaN."""
+    d = keys[0].shape[1]
     needed = [-(-len(k) // entries) + 1 for k in keys]
     order = (torch.randperm(sum(needed), generator=G) + 1).int()
     table = torch.full((len(keys), max(needed)), -1, dtype=torch.int32)
     if form.scale == "none":
-        data = torch.full((sum(needed) + 1, entries, D), torch.nan)
+        data = torch.full((sum(needed) + 1, entries, d), torch.nan)
     else:
         data = torch.full((sum(needed) + 1, form.page_bytes(entries)), 0xFF, dtype=torch.uint8)
     pages, begin = EntryPages(0, data, form, entries), 0
@@ -59,7 +64,7 @@ def filed(keys: list[Tensor], form: EntryForm, entries: int = 16) -> tuple[Entry
 def wrong(
     keys: list[Tensor], queries: list[int], top_k: int, *, ratio: int = 1, padding: int = 0,
     q: Tensor | None = None, g: Tensor | None = None, form: EntryForm | None = None,
-    **cut: int,
+    **cut: Any,
 ) -> int:  # fmt: skip
     """Rows that differ from the reference: the last `queries` tokens of each sequence ask."""
     form = form or index_plain(D, "float32")
@@ -134,6 +139,24 @@ def run_forms() -> int:
     return count
 
 
+def run_channels() -> int:
+    """Keys decoded in two halves of their channels, and each form streamed past one query."""
+    count, d = 0, 64
+    for form in (index_plain(d, "float32"), index_fp8(d), index_fp4(d)):
+        keys = exact(1, 300, d) * 7 * torch.exp2(integers(G, 4, 300, 1).float())
+        keys[:, 32:] *= 4  # groups of unlike scales
+        for tile, n in ((WIDE_SCORE, 2), (STREAM, 1)):
+            q, g = exact(3, n, HEADS, d), exact(4, n, HEADS)
+            count += wrong([keys], [n], 20, q=q, g=g, form=form, tile=tile)
+    return count
+
+
+def run_sequences() -> int:
+    """More sequences than are looked at in one go, some idle."""
+    lengths = [3 + s % 3 for s in range(132)]
+    return wrong([exact(3, n, D) for n in lengths], [s % 3 // 2 for s in range(132)], 2, padding=2)
+
+
 def run_rows() -> int:
     """Blocks of queries across sequences, idle sequences, padding, ratio 4."""
     keys = [exact(3, n, D) for n in (140, 3, 40, 33)]
@@ -148,14 +171,16 @@ def run_unseen() -> int:
 
 
 def run_cuts() -> int:
-    """Any number of parts and any workspace: the same rows, to the last."""
+    """Any number of parts, any workspace, any number of scores at once: the same rows, to the last.
+    16 at once: groups and their entries both come in several goes."""
     keys = [exact(3, n, D) for n in (290, 140)]
     state = G.get_state()
     count = 0
-    for cut in ({}, {"splits": 3}, {"workspace": 1}, {"workspace": 4000}):
+    for cut in ({}, {"splits": 3}, {"workspace": 1}, {"workspace": 4000}, {"lanes": 16}):
         G.set_state(state)
         count += wrong(keys, [3, 2], 3, **cut)
-    return count
+    tied = [k[integers(G, 3, len(k))] for k in keys]
+    return count + sum(wrong(tied, [2, 1], 9, lanes=lanes) for lanes in (16, 64))
 
 
 def unlike(mine: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> int:
@@ -219,9 +244,9 @@ def run_route_parts() -> int:
     return count
 
 
-def differing(logits: Tensor, inputs: SampleInputs) -> int:
+def differing(logits: Tensor, inputs: SampleInputs, tile: SampleTile = TILE) -> int:
     with poisoned():
-        mine = sample(logits, inputs)
+        mine = sample(logits, inputs, tile=tile)
     theirs = sampler.sample(logits, inputs)
     return int(((mine.tokens != theirs.tokens) | (mine.bad != theirs.bad)).sum())
 
@@ -274,6 +299,38 @@ def run_sample_parts() -> int:
     below = float(weight[0, :token].sum())
     point = float(uniform(torch.tensor([5]), torch.tensor([9])))
     return count + int(not below <= point < below + float(weight[0, token]) + 1e-12)
+
+
+def run_sample_bins() -> int:
+    """What bins narrow, to the last id: logits fall with the id and the drawn number is next to 1,
+    so that the drawn id is the worst that is kept. Peaked, flat and tied rows of more parts than a
+    block, colder ones than the last bin, top-p next to 1 and to 0."""
+    vocab, tile = 1034, SampleTile(64, 4, 1024, 4)
+    noise = torch.randn(vocab, generator=G)
+    rows = (
+        # logits, top-p, top-k, min-p
+        (noise * 3, 0.95, 0, 0.0),
+        (noise * 3, 0.5, 0, 0.01),
+        (noise * 3, 0.999, 40, 0.0),
+        (noise * 3, 1.0, 7, 0.0),
+        (noise * 3, 0.0, 3, 0.0),
+        (noise / 64, 0.5, 0, 0.0),
+        (noise / 64, 1 - 2.0**-24, 0, 0.0),
+        (noise / 64, 0.7, 1000, 0.0),
+        (noise.round(), 0.9, 0, 0.0),
+        (noise.round(), 1.0, 300, 0.0),
+        (noise * 400, 0.9, 0, 0.0),
+        (noise * 400, 1.0, 1000, 0.0),
+    )
+    logits, top_p, top_k, min_p = zip(*rows, strict=True)
+    seeds = torch.arange(1 << 19)
+    inputs = SampleInputs(
+        temperature=torch.ones(len(rows)),
+        seed=uniform(seeds, torch.zeros_like(seeds)).topk(len(rows)).indices,
+        index=torch.zeros(len(rows), dtype=torch.int64),
+        top_p=torch.tensor(top_p), top_k=torch.tensor(top_k), min_p=torch.tensor(min_p),
+    )  # fmt: skip
+    return differing(torch.stack(logits).sort(dim=1, descending=True).values, inputs, tile)
 
 
 RUNS: dict[str, Callable[[], int]] = {
