@@ -29,6 +29,9 @@ from metainfer.ops.moe_experts.tiles import (
     Tile,
     WgmmaTile,
 )
+from metainfer.ops.out_group.fp8 import decoded, grouped
+from metainfer.ops.out_group.tiles import GroupTile
+from metainfer.ops.out_group.torch_group import batched
 
 BF16 = torch.bfloat16
 ROUNDING = 0.0025
@@ -108,7 +111,7 @@ def _matrix(name: str, n: int, k: int, sweep: bool) -> Iterator[Work]:
         x = _tokens(rows, k)
         tiles: list[StreamTile | None] = [None]
         if sweep:
-            tiles += [StreamTile(128, 4, 5), StreamTile(64, 4, 5), StreamTile(128, 4, 3)]
+            tiles += [StreamTile(64, 4, 4), StreamTile(64, 4, 6)]
         for tile in tiles:
             yield Work(
                 f"linear {name} m={rows}",
@@ -123,8 +126,8 @@ def _matrix(name: str, n: int, k: int, sweep: bool) -> Iterator[Work]:
         x = _tokens(rows, k)
         q = quantise(x)
         chunks: list[ChunkTile | None] = [None]
-        if sweep:
-            chunks += [ChunkTile(128, 128, 8, 4, True), ChunkTile(128, 128, 8, 3)]
+        if sweep and rows >= 2048:
+            chunks += [ChunkTile(64, 128, 4, 4, True, group=32), ChunkTile(64, 128, 4, 3, True)]
         for chunk_tile in chunks:
             yield Work(
                 f"linear {name} m={rows}",
@@ -143,6 +146,61 @@ def _matrix(name: str, n: int, k: int, sweep: bool) -> Iterator[Work]:
         bytes=8192 * k * 3,
         flops=0.0,
     )
+
+
+def out_group(sweep: bool) -> Iterator[Work]:
+    """wo_a: eight groups of 1024 rows, activations as they are."""
+    groups, n, k, copies = 8, 8192, 4096, 6
+    weights = _fp8_weights(n, k, copies)
+
+    @cache
+    def dense() -> Tensor:
+        return _fp8_dense(*weights[0]).view(groups, n // groups, k)
+
+    def truth(o: Tensor) -> tuple[Tensor, Tensor]:
+        rows = o[:512].double().view(-1, groups, k)
+        exact = torch.einsum("tgk,grk->tgr", rows, dense()).flatten(1)
+        return exact, exact.to(BF16)
+
+    others: dict[int, tuple[GroupTile, ...]] = {
+        1: (GroupTile(16, 128, 128, 8, 4), GroupTile(16, 64, 128, 4, 7, each=1)),
+        16: (GroupTile(16, 128, 128, 8, 4), GroupTile(16, 64, 128, 4, 7, each=1)),
+        32: (GroupTile(32, 128, 128, 8, 3),),
+        64: (GroupTile(64, 128, 128, 8, 3),),
+        128: (GroupTile(128, 128, 64, 8, 4), GroupTile(128, 64, 128, 4, 3, each=1)),
+        2048: (GroupTile(128, 128, 64, 8, 4, tma=True), GroupTile(256, 64, 64, 4, 3, tma=True)),
+        8192: (
+            GroupTile(256, 128, 64, 8, 3, tma=True),
+            GroupTile(128, 128, 64, 8, 4, tma=True),
+            GroupTile(128, 128, 64, 4, 3, tma=True),
+            GroupTile(256, 64, 64, 4, 3, tma=True),
+        ),
+    }
+    for rows in (1, 16, 32, 64, 128, 512, 2048, 8192):
+        o = _tokens(rows, groups * k)
+        tiles: list[GroupTile | None] = [None, *(others.get(rows, ()) if sweep else ())]
+        for tile in tiles:
+            yield Work(
+                f"out_group m={rows}",
+                _text(tile, "fp8"),
+                lambda i, o=o, t=tile: grouped(o, *weights[i], groups=groups, tile=t),
+                lambda o=o: truth(o),
+                bytes=n * k + rows * 2 * (n + groups * k),
+                flops=2.0 * rows * n * k,
+                rate="bf16_flops",
+                copies=copies if rows <= 128 else 2,
+            )
+        if rows >= 512:
+            yield Work(
+                f"out_group m={rows}",
+                "decoded, library",
+                lambda i, o=o: batched(o, decoded(*weights[i], o.dtype), groups),
+                lambda o=o: truth(o),
+                bytes=n * k + rows * 2 * (n + groups * k),
+                flops=2.0 * rows * n * k,
+                rate="bf16_flops",
+                copies=2,
+            )
 
 
 def _read_back(q: Tensor, scales: Tensor) -> Tensor:
@@ -217,11 +275,13 @@ def moe(sweep: bool) -> Iterator[Work]:
     many: list[AnyTile] = [WGMMA_CHUNK, CHUNK]
     if sweep:
         few += [PipelinedTile(64, 8, 8, 4, ring) for ring in (4, 8)]
+        few += [PipelinedTile(64, 8, 8, 4, wgmma=False)]
         some += [PipelinedTile(64, m, 8, 4) for m in (8, 16)]
         many += [
             PipelinedTile(128, 128, 64, 8), PipelinedTile(128, 128, 64, 8, persistent=True),
             PipelinedTile(128, 64, 64, 8), PipelinedTile(128, 64, 32, 8, persistent=True),
             PipelinedTile(128, 64, 32, 8), PipelinedTile(256, 64, 64, 8),
+            PipelinedTile(128, 64, 64, 8, wgmma=False),
         ]  # fmt: skip
     for rows in (1, 8, 32):
         x, copies = _tokens(rows, D), 6
@@ -403,6 +463,7 @@ def _attention(
 
 SECTIONS: dict[str, Callable[[bool], Iterator[Work]]] = {
     "linear": linear,
+    "out_group": out_group,
     "experts": moe,
     "sparse": sparse,
 }

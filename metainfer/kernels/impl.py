@@ -144,8 +144,7 @@ class Layout:
     `role`: ``weight``, ``experts``, ``kv`` or ``index``. `pack`: ``module:function`` that makes it
     from what the checkpoint holds (weights only). `schemes`: storage schemes it accepts, None for
     any. `nbytes`, for the ledger: bytes of a source tensor by scheme, N and K, scales included
-    (None: N K numbers of the activation type). `decoded`: ops whose matrices it keeps in the
-    activation type all the same.
+    (None: N K numbers of the activation type).
     `embed_apart`: rows cannot be read from what a product reads, so a token embedding is packed
     apart from an output head that is tied to it.
     """
@@ -156,7 +155,6 @@ class Layout:
     schemes: frozenset[str] | None = None
     conditions: tuple[Condition, ...] = ()
     nbytes: Callable[[str, int, int], int] | None = None
-    decoded: frozenset[str] = frozenset()
     embed_apart: bool = False
 
     def storage(self, tensors: tuple[str, ...], site: str) -> tuple[object, ...]:

@@ -194,7 +194,7 @@ def _bytes(each: Stored, packing: Layout, width: int, kind: Cut, parts: int) -> 
     n, k, count, bias = each.n, each.k, each.count, each.bias * each.n * width
 
     def nbytes(n: int, k: int) -> int:
-        if packing.nbytes is None or each.site.partition(".")[0] in packing.decoded:
+        if packing.nbytes is None:
             return n * k * width
         return packing.nbytes(each.scheme, n, k)
 

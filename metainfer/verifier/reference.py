@@ -121,20 +121,19 @@ def rounding(subject: Subject, weights: Weights) -> Callable[[Call], bool]:
     def rounds(call: Call) -> bool:
         if not call.weights or call.op not in getattr(op_cases(call.op), "ROUNDED", {}):
             return False
-        return _kept(subject, weights.spec(call.weights[0]), call.op)
+        return _kept(subject, weights.spec(call.weights[0]))
 
     return rounds
 
 
 def rounds_any(subject: Subject, weights: Weights) -> bool:
     """Whether the plan's recipe rounds any activation."""
-    return any(_kept(subject, spec, spec.site.partition(".")[0]) for spec in weights.specs())
+    return any(_kept(subject, spec) for spec in weights.specs())
 
 
-def _kept(subject: Subject, spec: WeightSpec, op: str) -> bool:
+def _kept(subject: Subject, spec: WeightSpec) -> bool:
     layout = subject.machine.registry.layout(subject.plan.bundle[spec.role])
-    stored = layout.nbytes is not None and op not in layout.decoded
-    return stored and subject.model.facts.scheme_of(spec.tensors[0]) in FORMATS
+    return layout.nbytes is not None and subject.model.facts.scheme_of(spec.tensors[0]) in FORMATS
 
 
 @dataclass(slots=True)

@@ -148,6 +148,8 @@ HEAVY = (
     "ops.*.cuda*",
     "ops.*.vendor_*",
     "ops.linear.fp8",
+    "ops.out_group.fp8",
+    "ops.triton_parts",
     "ops.lora.rows",
     "ops.linear.onednn_layout",
     "ops.linear.packed",

@@ -178,10 +178,8 @@ def sites(held: Held) -> dict[str, int]:
 
 def gigabytes(held: Held) -> tuple[float, float, float]:
     """Routed experts, embedding, the rest as the table counts it: without tables of positions and
-    token ids, routers in bfloat16, the grouped output projection in FP8 (a packing may decode it).
-    """
+    token ids, routers in bfloat16."""
     found = sites(held)
-    found["out_group"] = 43 * (8192 * 4096 + 64 * 32) // held.layout.tensor
     routed = found.pop("experts.w13") + found.pop("experts.w2")
     embed = found.pop("embed")
     del found["rotary tables"]

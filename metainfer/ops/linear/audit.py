@@ -44,26 +44,26 @@ def _stream(name: str, tile: StreamTile, n: int, k: int, rows: int, splits: int,
 
 
 def _chunk(
-    tile: ChunkTile, n: int, k: int, targets: tuple[str, ...], wide: bool = False
+    tile: ChunkTile, n: int, k: int, targets: tuple[str, ...], wide: bool = False, splits: int = 1
 ) -> Variant:
     q, w = ("*bf16", "*u8") if wide else ("*fp8e4nv", "*fp8e4nv")
     if tile.tma:
         q, w = f"tensordesc<fp8e4nv[{tile.m}, 128]>", f"tensordesc<fp8e4nv[{tile.n}, 128]>"
     args: dict[str, str | int | bool] = {
-        "q": q, "q_scales": "*fp32", "w": w, "scales": "*u8", "out": "*bf16", "rows": "i32",
-        "scale_rows": "i32", "N": "i32:16", "scale_stride": "i32", "K": k, "BM": tile.m,
-        "BN": tile.n, "GROUP": tile.group, "E8M0": True, "TMA": tile.tma, "EIGHT": not wide,
-        "WIDE": "type:bfloat16",
+        "q": q, "q_scales": "*fp32", "w": w, "scales": "*u8", "out": "*bf16", "parts": "*fp32",
+        "counters": "*i32", "rows": "i32", "scale_rows": "i32", "N": "i32:16",
+        "scale_stride": "i32", "K": k, "BM": tile.m, "BN": tile.n, "GROUP": tile.group,
+        "SPLITS": splits, "E8M0": True, "TMA": tile.tma, "EIGHT": not wide, "WIDE": "type:bfloat16",
     }  # fmt: skip
     kind = "bf16" if wide else "fp8"
     return Variant(
         impl="linear/triton-bf16" if wide else "linear/triton",
-        name=f"linear-{kind}-chunk-{n}x{k}-{targets[-1]}",
+        name=f"linear-{kind}-chunk-{n}x{k}x{splits}-{targets[-1]}",
         kernel=f"{MODULE}:chunk_kernel",
         args=args,
         warps=tile.warps,
         stages=tile.stages,
-        shape={"rows": 8192, "n": n, "k": k},
+        shape={"rows": 8192 if splits == 1 else 64, "n": n, "k": k},
         mma="bf16.bf16" if wide else "e4m3.e4m3",
         targets=targets,
     )
@@ -75,9 +75,10 @@ _QUANTISE = Variant(
     kernel=f"{MODULE}:quantise_kernel",
     args={
         "x": "*bf16", "q": "*fp8e4nv", "scales": "*fp32", "rows": "i32", "stride": "i32",
-        "row_stride": "i32", "block_stride": "i32", "K": 4096, "ROWS": 16, "MIXED": False,
+        "row_stride": "i32", "block_stride": "i32", "K": 4096, "ROWS": 16, "BLOCKS": 4,
+        "MIXED": False,
     },
-    warps=4,
+    warps=8,
     shape={"rows": 8192, "n": 4096, "k": 4096},
 )  # fmt: skip
 
@@ -97,13 +98,16 @@ VARIANTS = (
     _stream("wo_b", STREAM_SMALL_WIDE, 4096, 8192, 32, 4, REST),
     _chunk(CHUNK_WGMMA, 32768, 1024, HOPPER),
     _chunk(CHUNK_WGMMA, 4096, 8192, HOPPER),
+    _chunk(CHUNK_WGMMA, 4096, 8192, HOPPER, splits=8),
     _chunk(CHUNK, 32768, 1024, REST),
     _chunk(CHUNK, 4096, 8192, REST),
+    _chunk(CHUNK, 4096, 8192, REST, splits=8),
     _QUANTISE,
     _stream("wq_b", STREAM_SMALL, 32768, 1024, 16, 1, OLD, wide=True),
     _stream("wo_b", STREAM_SMALL, 4096, 8192, 16, 4, OLD, wide=True),
     _stream("wo_b", STREAM_SMALL_WIDE, 4096, 8192, 32, 4, OLD, wide=True),
     _chunk(CHUNK_WIDE, 32768, 1024, OLD, wide=True),
     _chunk(CHUNK_WIDE, 4096, 8192, OLD, wide=True),
+    _chunk(CHUNK_WIDE, 4096, 8192, OLD, wide=True, splits=8),
     _QUANTISE_WIDE,
 )

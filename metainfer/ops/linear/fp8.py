@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
@@ -21,8 +22,8 @@ from metainfer.ops.linear.tiles import (
     StreamTile,
     chunk_for,
     has_e4m3,
+    k_splits,
     stream_for,
-    stream_splits,
 )
 from metainfer.ops.linear.triton_fp8 import chunk_kernel, quantise_kernel, stream_kernel
 
@@ -42,9 +43,18 @@ def units(device: torch.device) -> int:
     return count
 
 
+def parts_of(out: Tensor, weight: Tensor, tiles: int, splits: int) -> tuple[Tensor, Tensor]:
+    """Where `triton_parts.finish` leaves sums of parts [splits, *out.shape] float32 and counts
+    arrivals [tiles]; neither is used for one part."""
+    if splits == 1:
+        return out, out
+    parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
+    return parts, _counters(out.device, weight.data_ptr(), tiles)
+
+
 @cache
 def _counters(device: torch.device, weight: int, tiles: int) -> Tensor:
-    """Arrivals per tile of the weight stored at `weight`: zero before and after every call."""
+    """Of the weight stored at `weight`: zero before and after every call."""
     return torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
@@ -67,11 +77,14 @@ def quantise(x: Tensor, *, mixed: bool = False, wide: bool = False) -> tuple[Ten
     shape = (rows, k // BLOCK) if mixed else (k // BLOCK, rows)
     scales = torch.empty(shape, dtype=torch.float32, device=device)
     if rows:
-        per = 16 if rows >= 64 else 4
+        many = rows >= 1024  # enough programs for the card, so each moves more
+        per = 16 if many else 4
+        blocks = math.gcd(k // BLOCK, 4) if many else 1
         strides = scales.stride() if mixed else scales.stride()[::-1]
-        quantise_kernel[(triton.cdiv(rows, per), k // BLOCK)](
-            x, q, scales, rows, x.stride(0), *strides, k, per, mixed, num_warps=4
-        )
+        quantise_kernel[(triton.cdiv(rows, per), k // BLOCK // blocks)](
+            x, q, scales, rows, x.stride(0), *strides, k, per, blocks, mixed,
+            num_warps=8 if many else 4,
+        )  # fmt: skip
     return q, scales
 
 
@@ -95,12 +108,9 @@ def stream(
         return out
     device = x.device
     tile = tile or stream_for(capability(device), rows)
-    splits = splits or stream_splits(n, k, tile.n, units(device))
     tiles = triton.cdiv(n, tile.n)
-    parts, counters = out, out
-    if splits > 1:
-        parts = torch.empty((splits, rows, n), dtype=torch.float32, device=device)
-        counters = _counters(device, weight.data_ptr(), tiles)
+    splits = splits or k_splits(tiles, k, units(device))
+    parts, counters = parts_of(out, weight, tiles, splits)
     stream_kernel[(tiles, splits)](
         x, weight, scale, out, parts, counters, rows, x.stride(0), n, scale.stride(0),
         k, max(16, triton.next_power_of_2(rows)), tile.n, splits, k // BLOCK // splits,
@@ -118,6 +128,7 @@ def chunk(
     *,
     dtype: torch.dtype,
     tile: ChunkTile | None = None,
+    splits: int = 0,
     wide: bool = False,
 ) -> Tensor:
     """``x @ W^T`` of activations quantised by `quantise` (not mixed): [T, N] in `dtype`. `wide`:
@@ -127,15 +138,18 @@ def chunk(
     if rows == 0:
         return out
     tile = tile or chunk_for(capability(device), wide)
+    tiles = triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
+    splits = splits or k_splits(tiles, k, units(device))
+    parts, counters = parts_of(out, weight, tiles, splits)
     left, right = q, weight
     if tile.tma:
         left = TensorDescriptor.from_tensor(q, [tile.m, BLOCK])
         right = TensorDescriptor.from_tensor(weight, [tile.n, BLOCK])
     options = {"maxnreg": tile.registers} if tile.registers else {}
-    chunk_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n),)](
-        left, q_scales, right, scale, out, rows, q_scales.stride(0), n, scale.stride(0),
-        k, tile.m, tile.n, tile.group, scale.dtype == torch.uint8, tile.tma,
-        device.type == "cuda" and not wide, wide_type(device), num_warps=tile.warps,
+    chunk_kernel[(tiles, splits)](
+        left, q_scales, right, scale, out, parts, counters, rows, q_scales.stride(0), n,
+        scale.stride(0), k, tile.m, tile.n, tile.group, splits, scale.dtype == torch.uint8,
+        tile.tma, device.type == "cuda" and not wide, wide_type(device), num_warps=tile.warps,
         num_stages=tile.stages, **options,
     )  # fmt: skip
     return out

@@ -76,7 +76,6 @@ LAYOUTS = (
         pack="metainfer.ops.linear.stored:pack",
         schemes=PLAIN | BLOCK_SCALED,
         nbytes=stored_bytes,
-        decoded=frozenset({"out_group"}),  # the recipe multiplies it in the model's type
     ),
 )
 

@@ -8,7 +8,6 @@ blocks never reach across two. Values are those of `formats.block_codecs.decode`
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -22,7 +21,7 @@ from metainfer.formats.block_codecs import BlockTensor, expand
 from metainfer.formats.blocks import BlockFormat
 from metainfer.formats.quant import RawTensor, Stored, scheme_name
 from metainfer.formats.schemes import is_quantised
-from metainfer.ops.linear.packed import PackedWeight, joint_shape, pack_dense
+from metainfer.ops.linear.packed import PackedWeight, joint_shape
 
 LAYOUT = "stored@1"
 TILE_ELEMENTS = 1 << 23
@@ -39,15 +38,10 @@ def pack(
 ) -> PackedWeight:
     """``stored@1``: `raws` laid end to end along N, all of one scheme.
 
-    The grouped output projection is decoded: the recipe multiplies it in the model's type.
-
     Raises:
         ModelError: the tensors are stored in different schemes, or their widths differ.
         InternalError: a scheme that the layout does not list.
     """
-    if site.partition(".")[0] == "out_group":
-        dense = pack_dense(raws, bias, dtype=dtype, device=device, site=site)
-        return dataclasses.replace(dense, layout=LAYOUT, dtype=dtype)
     shape = joint_shape(raws)
     schemes = sorted({scheme_name(raw) for raw in raws})
     if len(schemes) > 1:

@@ -88,13 +88,12 @@ def chunk_for(capability: tuple[int, int] | None, wide: bool = False) -> ChunkTi
     return CHUNK_WGMMA if capability is not None and capability[0] == 9 else CHUNK
 
 
-def stream_splits(n: int, k: int, tile_n: int, units: int) -> int:
+def k_splits(tiles: int, k: int, units: int) -> int:
     """Into how many parts K is cut: about two programs per multiprocessor, two blocks each.
 
     A divisor of the number of blocks, so that every part is as long.
     """
     blocks = k // BLOCK
-    tiles = -(-n // tile_n)
     best = 1
     for parts in range(1, blocks // 2 + 1):
         if blocks % parts == 0 and tiles * parts <= 2 * units:

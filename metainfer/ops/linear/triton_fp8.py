@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from metainfer.ops.triton_e4m3 import e4m3_rounded, e4m3_wide
+from metainfer.ops.triton_parts import block_scale, finish
 
 
 @triton.jit
@@ -39,35 +40,26 @@ def _magnitude(x):
 @triton.jit(do_not_specialize=["rows", "stride", "row_stride", "block_stride"])
 def quantise_kernel(
     x, q, scales, rows, stride, row_stride, block_stride, K: tl.constexpr, ROWS: tl.constexpr,
-    MIXED: tl.constexpr,
+    BLOCKS: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """One block of 128 channels of ROWS tokens, as e4m3 or as the same numbers in a wider type.
+    """BLOCKS blocks of 128 channels of ROWS tokens, as e4m3 or as the same numbers in a wider type.
     MIXED: in the order that packed FP4 unpacks to."""
-    block = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     col = tl.arange(0, 128)
-    live = (row < rows)[:, None]
-    values = tl.load(
-        x + row.to(tl.int64)[:, None] * stride + block * 128 + col[None, :], mask=live, other=0.0
-    ).to(tl.float32)
-    scale, inverse = _power(tl.max(_magnitude(values), axis=1))
+    live = (row < rows)[:, None, None]
+    at = row.to(tl.int64)[:, None, None] * stride + (block * 128)[None, :, None]
+    values = tl.load(x + at + col[None, None, :], mask=live, other=0.0).to(tl.float32)
+    scale, inverse = _power(tl.max(_magnitude(values), axis=2))  # [ROWS, BLOCKS]
     if MIXED:  # k = 16 c + 4 i + j stands at 32 i + 4 c + j
         col = (col // 4 % 4) * 32 + col // 16 * 4 + col % 4
-    where = row.to(tl.int64)[:, None] * K + block * 128 + col[None, :]
-    values *= inverse[:, None]
+    at = row.to(tl.int64)[:, None, None] * K + (block * 128)[None, :, None]
+    values *= inverse[:, :, None]
     if q.dtype.element_ty != tl.float8e4nv:
         values = e4m3_rounded(values)
-    tl.store(q + where, values.to(q.dtype.element_ty), mask=live)
-    where = row.to(tl.int64) * row_stride + block * block_stride
-    tl.store(scales + where, scale, mask=row < rows)
-
-
-@triton.jit
-def _weight_scale(scales, at, E8M0: tl.constexpr):
-    raw = tl.load(scales + at)
-    if E8M0:
-        raw = (raw.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return raw
+    tl.store(q + at + col[None, None, :], values.to(q.dtype.element_ty), mask=live)
+    where = row.to(tl.int64)[:, None] * row_stride + block[None, :] * block_stride
+    tl.store(scales + where, scale, mask=(row < rows)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -86,7 +78,10 @@ def stream_kernel(
     weight = w + held[:, None] * K + first * 128 + k[None, :]
     token = x + m.to(tl.int64)[:, None] * x_stride + first * 128 + k[None, :]
     row_scale = (tile * BN // 128) * scale_stride + first
+    ahead = block_scale(scales, row_scale, E8M0)
     for step in range(STEPS):
+        weight_scale = ahead  # the next one is on its way while this block is multiplied
+        ahead = block_scale(scales, row_scale + tl.minimum(step + 1, STEPS - 1), E8M0)
         wide = tl.load(token + step * 128, mask=live, other=0.0).to(tl.float32)  # [M, 128]
         scale, inverse = _power(tl.max(_magnitude(wide), axis=1))
         values = wide * inverse[:, None]
@@ -98,36 +93,24 @@ def stream_kernel(
                 e4m3_wide(block).to(WIDE), tl.trans(e4m3_rounded(values).to(WIDE)),
                 input_precision="ieee",
             )  # fmt: skip
-        factor = scale * _weight_scale(scales, row_scale + step, E8M0)
-        acc += product * factor[None, :]
+        acc += product * (scale * weight_scale)[None, :]
     where = m.to(tl.int64)[None, :] * N + n[:, None]
     mask = (n < N)[:, None] & (m < rows)[None, :]
-    if SPLITS == 1:
-        tl.store(out + where, acc.to(out.dtype.element_ty), mask=mask)
-    else:
-        size = rows.to(tl.int64) * N
-        tl.store(parts + part * size + where, acc, mask=mask)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
-        if arrived == SPLITS - 1:
-            total = tl.load(parts + where, mask=mask, other=0.0, cache_modifier=".cg")
-            for other in range(1, SPLITS):
-                total += tl.load(
-                    parts + other * size + where, mask=mask, other=0.0, cache_modifier=".cg"
-                )
-            tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)
-            tl.store(counters + tile, 0)
+    finish(acc, out, parts, counters + tile, part, rows.to(tl.int64) * N, where, mask, SPLITS)
 
 
 @triton.jit(do_not_specialize=["rows", "scale_rows"])
 def chunk_kernel(
-    q, q_scales, w, scales, out, rows, scale_rows, N, scale_stride,
+    q, q_scales, w, scales, out, parts, counters, rows, scale_rows, N, scale_stride,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    E8M0: tl.constexpr, TMA: tl.constexpr, EIGHT: tl.constexpr, WIDE: tl.constexpr,
+    SPLITS: tl.constexpr, E8M0: tl.constexpr, TMA: tl.constexpr, EIGHT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Tile of BM tokens by BN rows; neighbours in the grid share weight rows through the cache."""
+    """Tile of BM tokens by BN rows, part of K; neighbours in the grid share weight rows through
+    the cache."""
     tiles_m, tiles_n = tl.cdiv(rows, BM), tl.cdiv(N, BN)
     program = tl.program_id(0)
+    part = tl.program_id(1) if SPLITS > 1 else 0
     per = GROUP * tiles_n
     lead = program // per * GROUP
     height = tl.minimum(tiles_m - lead, GROUP)
@@ -136,27 +119,30 @@ def chunk_kernel(
     m = tile_m * BM + tl.arange(0, BM)
     n = tile_n * BN + tl.arange(0, BN)
     k = tl.arange(0, 128)
+    STEPS: tl.constexpr = K // 128 // SPLITS
+    first = part * STEPS
     safe = tl.minimum(m, rows - 1)
-    a_at = safe.to(tl.int64)[:, None] * K + k[None, :]
-    b_at = tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
-    row_scale = (tile_n * BN // 128) * scale_stride
+    a_at = safe.to(tl.int64)[:, None] * K + first * 128 + k[None, :]
+    b_at = tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + first * 128 + k[None, :]
+    row_scale = (tile_n * BN // 128) * scale_stride + first
     acc = tl.zeros([BM, BN], tl.float32)
-    for step in range(K // 128):
+    for step in range(STEPS):
         if TMA:
-            a = q.load([tile_m * BM, step * 128])
-            b = w.load([tile_n * BN, step * 128])
+            a = q.load([tile_m * BM, (first + step) * 128])
+            b = w.load([tile_n * BN, (first + step) * 128])
         else:
             a = tl.load(q + a_at + step * 128)  # [BM, 128]
             b = tl.load(w + b_at + step * 128)  # [BN, 128]
-        scale = tl.load(q_scales + step * scale_rows + safe)
+        scale = tl.load(q_scales + (first + step) * scale_rows + safe)
         if EIGHT:
             product = tl.dot(a, tl.trans(b))
         else:
             product = tl.dot(
                 e4m3_wide(a).to(WIDE), tl.trans(e4m3_wide(b).to(WIDE)), input_precision="ieee"
             )
-        factor = scale * _weight_scale(scales, row_scale + step, E8M0)
+        factor = scale * block_scale(scales, row_scale + step, E8M0)
         acc += product * factor[:, None]
     where = m.to(tl.int64)[:, None] * N + n[None, :]
     mask = (m < rows)[:, None] & (n < N)[None, :]
-    tl.store(out + where, acc.to(out.dtype.element_ty), mask=mask)
+    counter = counters + program
+    finish(acc, out, parts, counter, part, rows.to(tl.int64) * N, where, mask, SPLITS)

@@ -1,27 +1,38 @@
 """Declared implementations of `out_group`."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 
+from metainfer.core.verdict import Verdict
+from metainfer.kernels.conditions import custom, multiple_of, shared_memory, weight_schemes
 from metainfer.kernels.cost import extent, roofline, width
-from metainfer.kernels.impl import Context
+from metainfer.kernels.impl import Context, Setting
 from metainfer.ops.declare import (
     DENSE,
     FLOAT32,
+    HALVES,
     ON_CPU,
+    ON_EITHER,
+    PLAIN,
     RECIPE,
     STORED,
+    TRITON,
+    own_matrix_unit,
     portable,
     reference,
+    triton,
 )
+from metainfer.ops.linear.impls import stored_bytes
+from metainfer.ops.out_group.tiles import BLOCK, CHUNK, CHUNK_WGMMA, HOPPER, OTHERS, tile_for
 
 
-def _traffic(each: float) -> Callable[[Context], float]:
-    """The matrices at their size and `each` more bytes of an element, and the rows."""
+def _traffic(each: Callable[[Context], float]) -> Callable[[Context], float]:
+    """The matrices, `each` bytes an element, and the rows."""
 
     def amount(c: Context) -> float:
         heads, n = extent(c, "hq") * extent(c, "d"), extent(c, "n")
         rows = extent(c, "rows") * (heads + extent(c, "groups") * n)
-        return float((heads * n + rows) * (width(c) + each))
+        return heads * n * each(c) + rows * width(c)
 
     return amount
 
@@ -30,12 +41,60 @@ def _operations(c: Context) -> float:
     return 2.0 * extent(c, "rows") * extent(c, "hq") * extent(c, "d") * extent(c, "n")
 
 
+def _stored(c: Context) -> float:
+    """Bytes of an element as the checkpoint holds it."""
+    schemes = c.request.schemes or ("BF16",)
+    return sum(stored_bytes(s, BLOCK, BLOCK) / BLOCK**2 for s in schemes) / len(schemes)
+
+
+_library = roofline(_traffic(lambda c: float(width(c))), _operations, part=0.5, compute_part=0.45)
+
+
+def _fits(c: Context) -> Verdict:
+    card = c.facts.device.capability
+    tiles = (tile_for(card, rows) for rows in (16, 32, 64, 128, 129))
+    return shared_memory(max(tile.shared_bytes() for tile in tiles))(c)
+
+
+def _settings(c: Context) -> tuple[Setting, ...]:
+    """The card's own tile first, then the others that serve as many tokens."""
+    own = tile_for(c.facts.device.capability, extent(c, "rows"))
+    others = (*HOPPER, *OTHERS, CHUNK, CHUNK_WGMMA)
+    hopper = c.facts.device.capability is not None and c.facts.device.capability[0] == 9
+    tried = [tile for tile in others if tile.m == own.m and (hopper or not tile.tma)]
+    return tuple(
+        Setting({"tile": asdict(tile)}, tile.shared_bytes())
+        for tile in dict.fromkeys((own, *tried))
+    )
+
+
+def _in_blocks(c: Context) -> bool:
+    return extent(c, "hq") * extent(c, "d") // extent(c, "groups") % BLOCK == 0
+
+
 IMPLS = (
+    triton(
+        "out_group",
+        "out_group.fp8:out_group",
+        dtypes=HALVES,
+        conditions=(
+            *TRITON,
+            weight_schemes("fp8_128", "fp8_128_f32"),
+            multiple_of("n", BLOCK),
+            custom("shape", _in_blocks, f"reads groups of whole blocks of {BLOCK} channels"),
+            _fits,
+        ),
+        requires_layout=STORED,
+        native_when=(own_matrix_unit,),
+        # parts of the peak: seeds
+        cost=roofline(_traffic(_stored), _operations, part=0.7, compute_part=0.6),
+        settings=_settings,
+    ),
     portable(
         "out_group",
         "out_group.torch_group:out_group",
         requires_layout=DENSE,
-        cost=roofline(_traffic(0), _operations, launches=3, part=0.5, compute_part=0.45),
+        cost=_library,
     ),
     portable(
         "out_group",
@@ -45,7 +104,15 @@ IMPLS = (
         conditions=(ON_CPU,),
         requires_layout={"weight": "onednn-f32@1"},
         graph_safe=False,
-        cost=roofline(_traffic(0), _operations, launches=3, part=0.5, compute_part=0.45),
+        cost=_library,
+    ),
+    portable(
+        "out_group",
+        "out_group.torch_group:out_group_stored",
+        name="library",
+        conditions=(ON_EITHER, weight_schemes(*sorted(PLAIN))),
+        requires_layout=STORED,
+        cost=_library,
     ),
     portable(
         "out_group",
@@ -53,13 +120,27 @@ IMPLS = (
         name="recipe",
         conditions=RECIPE,
         requires_layout=STORED,
-        cost=roofline(_traffic(0), _operations, launches=3, part=0.5, compute_part=0.45),
+        graph_safe=False,  # tables of the decoders are made at the first call
+        # widened on the way (seed: 16 more bytes of an element move)
+        cost=roofline(
+            _traffic(lambda c: _stored(c) + 16),
+            _operations,
+            launches=24,
+            part=0.6,
+            compute_part=0.5,
+        ),
     ),
     reference(
         "out_group",
         "out_group.ref:out_group",
         requires_layout=DENSE,
         graph_safe=True,
-        cost=roofline(_traffic(8), _operations, launches=5, part=0.5, element="float32"),
+        cost=roofline(
+            _traffic(lambda c: width(c) + 8.0),
+            _operations,
+            launches=5,
+            part=0.5,
+            element="float32",
+        ),
     ),
 )

@@ -1,0 +1,38 @@
+"""What products with block scales share in Triton: a block's scale, and sums cut into parts."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# Kernel parameters are pointers and numbers of the compiler's own types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def block_scale(scales, at, E8M0: tl.constexpr):
+    """One scale as float32; E8M0: the byte e of 2^(e - 127)."""
+    raw = tl.load(scales + at)
+    if E8M0:
+        raw = (raw.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return raw
+
+
+@triton.jit
+def finish(acc, out, parts, counter, part, size, where, mask, SPLITS: tl.constexpr):
+    """Store `acc` at ``out + where``, or leave it as one of SPLITS parts of `size` numbers each:
+    the last to arrive adds them in order, so that the sum is the same every time."""
+    if SPLITS == 1:
+        tl.store(out + where, acc.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(parts + part * size + where, acc, mask=mask)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+        if arrived == SPLITS - 1:
+            total = tl.load(parts + where, mask=mask, other=0.0, cache_modifier=".cg")
+            for other in range(1, SPLITS):
+                total += tl.load(
+                    parts + other * size + where, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)
+            tl.store(counter, 0)

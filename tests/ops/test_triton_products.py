@@ -1,0 +1,71 @@
+"""FP8 products in Triton's interpreter: parts of K, many tokens, groups of heads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from metainfer.kernels.audit import TARGETS, load_manifest
+from metainfer.ops.linear.tiles import k_splits
+from metainfer.ops.out_group.tiles import BLOCK, splits_for, tile_for
+
+CHILD = Path(__file__).with_name("products_child.py")
+RUNS = ("chunk-parts", "quantise-many", "grouped")
+CARDS = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448, (12, 0): 101_376}
+ROWS = (1, 16, 17, 32, 33, 64, 65, 128, 129, 8192)
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, float]:
+    done = subprocess.run([sys.executable, str(CHILD)], capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line["error"] for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_product_agrees(run: str, answers: dict[str, float]) -> None:
+    assert answers[run] < 2e-6
+
+
+def test_k_is_cut_into_equal_parts_until_the_card_is_full() -> None:
+    assert k_splits(256, 1024, 132) == 1  # enough tiles
+    assert k_splits(32, 8192, 132) == 8
+    assert k_splits(12, 4096, 132) == 16  # no part under two blocks
+    for tiles in (1, 12, 32, 64):
+        for k in (128, 256, 384, 4096, 8192):
+            parts = k_splits(tiles, k, 132)
+            assert (k // 128) % parts == 0 and (parts == 1 or k // 128 // parts >= 2)
+            assert parts == 1 or tiles * parts <= 2 * 132
+
+
+def test_grouped_tiles_fit_their_cards_and_cut_k_evenly() -> None:
+    for card, limit in CARDS.items():
+        for rows in ROWS:
+            tile = tile_for(card, rows)
+            assert rows <= tile.m or rows > BLOCK
+            assert tile.shared_bytes() <= limit and BLOCK % tile.n == 0 and BLOCK % tile.k == 0
+            for n, k, units in ((8192, 4096, 132), (1024, 4096, 188), (128, 128, 84)):
+                parts = splits_for(tile, rows, n, k, units)
+                assert k % (parts * tile.k) == 0
+                tiles = -(-rows // tile.m) * (n // tile.n)
+                assert parts == 1 or tiles * parts <= tile.each * units
+    assert splits_for(tile_for((9, 0), 1), 1, 8192, 4096, 132) == 2
+
+
+def test_grouped_estimates_are_upper_bounds_of_what_compilers_used() -> None:
+    checked = 0
+    for build in load_manifest():
+        if build.kernel.startswith("out-group-") and build.shared_bytes is not None:
+            rows = int(build.kernel.split("-")[2])
+            tile = tile_for(TARGETS[build.target][0], rows)
+            assert build.shared_bytes <= tile.shared_bytes(), build.kernel
+            checked += 1
+    assert checked >= 16
