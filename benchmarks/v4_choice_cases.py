@@ -18,7 +18,7 @@ from metainfer.kv.book.form import entry_form
 from metainfer.kv.store.entries import EntryPages, store
 from metainfer.ops.indexer import cases as indexer_cases
 from metainfer.ops.indexer import ref as indexer
-from metainfer.ops.indexer.tiles import Tile, tile_for
+from metainfer.ops.indexer.tiles import SCORE, WIDE_SCORE, Tile
 from metainfer.ops.indexer.triton_calls import index_query, index_select
 from metainfer.ops.moe_experts.plan import planned, sorted_plan
 from metainfer.ops.moe_experts.tiles import wgmma_for
@@ -38,6 +38,14 @@ D = 128
 JUDGED = 16
 """Rows of a long call that are compared."""
 
+ROTATED = 128 << 20
+"""Bytes of keys, or of queries, that short calls take in turn."""
+
+
+def _turns(bytes_: float) -> int:
+    """Sets of inputs of a call that reads so many bytes."""
+    return max(4, min(256, int(ROTATED / bytes_)))
+
 
 def _exact(steps: int, *shape: int) -> Tensor:
     return torch.randint(-steps, steps + 1, shape, device="cuda").float() / 4
@@ -49,7 +57,7 @@ def _same(truth: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def indexing(sweep: bool) -> Iterator[Work]:
-    yield from _queries()
+    yield from _queries(sweep)
     spans = (
         (1, 1, 8192), (1, 8, 8192), (1, 32, 8192), (1, 1, 131072), (1, 8, 131072),
         (1, 1, 1 << 20), (2048, 1, 8192), (8192, 1, 8192), (8192, 1, 131072),
@@ -61,28 +69,37 @@ def indexing(sweep: bool) -> Iterator[Work]:
         yield from _selection("index-fp8@1", queries, sequences, context, 1, 2048, 64, sweep)
 
 
-def _queries() -> Iterator[Work]:
+def _queries(sweep: bool) -> Iterator[Work]:
     table = cos_sin(RopeSpec(rotated=64), 4096).cuda()
     for layout in ("index@1", "index-fp8@1", "index-fp4@1"):
         form = entry_form(layout, D, 0, "bfloat16")
-        for rows in (1, 8192):
-            q = torch.randn(rows, 64, D, device="cuda").to(BF16)
+        for rows in (1, 32, 8192):
+            turns = min(_turns(2.0 * rows * 64 * D), 32)
+            q = torch.randn(turns, rows, 64, D, device="cuda").to(BF16)
             positions = torch.arange(rows, device="cuda") % 4096
 
-            def truth(q: Tensor = q, p: Tensor = positions, form: Any = form) -> Any:
+            def truth(q: Tensor = q[0], p: Tensor = positions, form: Any = form) -> Any:
                 few = (q[:JUDGED], p[:JUDGED], table)
                 exact = indexer.index_query(few[0].double(), *few[1:], form)
                 return exact, indexer_cases.query_recipe(*few, form)
 
-            yield Work(
-                f"index query {layout} m={rows}",
-                "",
-                lambda i, q=q, p=positions, form=form: index_query(q, p, table, form),
-                cache(truth),
-                bytes=4.0 * rows * 64 * D,
-                flops=0.0,
-                floor=ROUNDING if layout == "index@1" else 0.02,
-            )
+            for heads in (0, 4, 8, 16, 32) if sweep else (0,):
+
+                def call(
+                    i: int, q: Tensor = q, p: Tensor = positions, form: Any = form, n: int = heads
+                ) -> Tensor:
+                    return index_query(q[i % len(q)], p, table, form, heads_each=n)
+
+                yield Work(
+                    f"index query {layout} m={rows}",
+                    f"{heads} heads" if heads else "",
+                    call,
+                    cache(truth),
+                    bytes=4.0 * rows * 64 * D,
+                    flops=0.0,
+                    copies=turns,
+                    floor=ROUNDING if layout == "index@1" else 0.02,
+                )
 
 
 def _selection(
@@ -91,8 +108,9 @@ def _selection(
 ) -> Iterator[Work]:  # fmt: skip
     rows, count = queries * sequences, context // ratio
     form = entry_form(layout, D, 0, "bfloat16")
+    turns = 1 if queries > 1 else _turns(sequences * count * form.bytes)
     width = -(-count // 64)
-    shape = (sequences * width + 1, 64, D)
+    shape = (turns * sequences * width + 1, 64, D)
     if form.scale == "none":
         pages = EntryPages(0, (torch.randint(-3, 4, shape, device="cuda") / 2).to(BF16), form, 64)
     else:
@@ -103,7 +121,8 @@ def _selection(
             values = torch.randint(-1, 2, (len(slots), D), device="cuda") * 1.75
             values[:, 0] = 1.75
             store(pages, slots, values)
-    table = (torch.randperm(sequences * width, device="cuda").view(sequences, -1) + 1).int()
+    places = torch.randperm(turns * sequences * width, device="cuda") + 1
+    tables = places.view(turns, sequences, width).int()
     positions = torch.arange(context - queries, context, device="cuda").repeat(sequences)
     q, g = _exact(3, rows, heads, D).to(BF16), _exact(4, rows, heads)
     start = torch.arange(0, rows + 1, queries, dtype=torch.int32, device="cuda")
@@ -112,7 +131,7 @@ def _selection(
 
     def truth() -> Tensor:
         """Of rows across the first two sequences, or of the first rows of one."""
-        many = min(queries, JUDGED)
+        many, table = min(queries, JUDGED), tables[0]
         if queries > 1:
             few, spans = (q[:many], g[:many]), torch.tensor([0, many], dtype=torch.int32)
             return indexer.index_select(
@@ -124,24 +143,44 @@ def _selection(
 
     seen = (positions + 1) // ratio
     scored = float(torch.where(seen > top, seen, 0).sum())
-    tiles: list[Tile | None] = [None]
-    if sweep:
-        tiles += [Tile(128, 8, 3), Tile(128, 4, 3), Tile(64, 4, 3), Tile(128, 8, 2)]
-    for tile in tiles:
-        shown = tile or tile_for(form.scale != "none")
-        kind = "prefill" if queries > 1 else "decode"
+    kind = "prefill" if queries > 1 else "decode"
+    for variant, cut in (_CUTS[kind] if sweep else {"": {}}).items():
         yield Work(
             f"index {kind} {layout} q={rows} L={context} k={top}",
-            f"{shown.n}x{shown.warps}x{shown.stages}",
-            lambda i, t=tile: index_select(
-                q, g, pages, table, positions, start, lens, **options, tile=t
+            variant,
+            lambda i, c=cut: index_select(
+                q, g, pages, tables[i], positions, start, lens, **options, **c
             ),
             _same(truth),
             bytes=sequences * count * form.bytes + rows * heads * D * 2 + 4 * scored,
             flops=2.0 * scored * heads * D,
             rate="bf16_flops",
+            copies=turns,
             floor=0.0,
         )
+
+
+_CUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "decode": {
+        "": {},
+        "64x4x3": {"tile": Tile(64, 4, 3)},
+        "128x4x3": {"tile": Tile(128, 4, 3)},
+        "128x8x3": {"tile": Tile(128, 8, 3)},
+        "2048 at once": {"lanes": 2048},
+        "4096 at once": {"lanes": 4096},
+    },
+    "prefill": {
+        "": {},
+        "128x8x2": {"tile": SCORE},
+        "128x4x2": {"tile": Tile(128, 4, 2)},
+        "128x8x3 in 2": {"tile": Tile(128, 8, 3, parts=2)},
+        "256x8x2 in 2": {"tile": WIDE_SCORE},
+        "256x8x3 in 2": {"tile": Tile(256, 8, 3, parts=2, registers=128)},
+        "2048 at once": {"lanes": 2048},
+        "4096 at once": {"lanes": 4096},
+    },
+}
+"""Other tiles, and other numbers of scores that a row's program holds."""
 
 
 K, E, TOP = 4096, 256, 6

@@ -1,7 +1,15 @@
 """Variants of the indexer's kernels that are compiled for every target."""
 
 from metainfer.kernels.variant import Variant
-from metainfer.ops.indexer.tiles import GROUP, QUERY_ROWS, SELECT_LANES, tile_for
+from metainfer.ops.indexer.tiles import (
+    GROUP,
+    SCORE,
+    STREAM,
+    WIDE_SCORE,
+    Tile,
+    query_heads,
+    select_warps,
+)
 
 MODULE = "metainfer.ops.indexer.triton"
 SHAPE = {
@@ -12,63 +20,67 @@ SHAPE = {
 FORMS = {"": (0, 0), "-fp8": (8, 128), "-fp4": (4, 32)}
 
 
-def _query(suffix: str) -> Variant:
+def _query(suffix: str, rows: int) -> Variant:
     bits, group = FORMS[suffix]
     args: dict[str, str | int | bool] = {
-        "q": "*bf16", "positions": "*i64", "cos_sin": "*fp32", "out": "*bf16", "rows": "i32",
-        "H": 64, "D": 128, "R": 64, "N": QUERY_ROWS, "LAYOUT": bits, "GROUP": group,
-        "MIXED": bits > 0, "EXACT": False,
+        "q": "*bf16", "positions": "*i64", "cos_sin": "*fp32", "out": "*bf16", "H": 64, "D": 128,
+        "R": 64, "N": query_heads(rows), "LAYOUT": bits, "GROUP": group, "MIXED": bits > 0,
     }  # fmt: skip
     return Variant(
         impl=f"index_query/triton{suffix}",
-        name=f"index-query{suffix}",
-        kernel=f"{MODULE}:query_kernel",
+        name=f"index-query{suffix}-{rows}",
+        kernel=f"{MODULE}_query:query_kernel",
         args=args,
         warps=4,
         shape=SHAPE,
-        mma="mma" if bits else "",
     )
 
 
-def _score(suffix: str, heads: int = 64) -> Variant:
+def _score(suffix: str, tile: Tile, heads: int = 64) -> Variant:
     bits, group = FORMS[suffix]
-    tile = tile_for(bits > 0)
+    alone = tile == STREAM
     args: dict[str, str | int | bool] = {
         "q": "*bf16", "g": "*fp32", "data": "*u8" if bits else "*bf16", "page_table": "*i32",
         "positions": "*i64", "query_start": "*i32", "scores": "*i32", "largest": "*i32",
-        "sequences": "i32", "first": "i32", "last": "i32", "block": "i32", "ratio": "i32",
-        "top_k": "i32", "scale": "fp32", "g_stride": "i32", "table_stride": "i32",
+        "sequences": "i32", "first": "i32", **({} if alone else {"last": "i32", "block": "i32"}),
+        "ratio": "i32", "top_k": "i32", "scale": "fp32", "g_stride": "i32", "table_stride": "i32",
         "capacity": "i32", "bytes": "i32", "H": heads, "HB": heads, "D": 128, "N": tile.n,
         "PAGE": 64, "LAYOUT": bits, "GROUP": group, "NEAR": GROUP, "EXACT": False,
+        **({} if alone else {"WIDE": tile.channels(128, group)}),
     }  # fmt: skip
+    kind = "stream" if alone else "score"
     return Variant(
         impl=f"index_select/triton{suffix}",
-        name=f"index-score{suffix}-{heads}",
-        kernel=f"{MODULE}:score_kernel",
+        name=f"index-{kind}{'-wide' if tile == WIDE_SCORE else ''}{suffix}-{heads}",
+        kernel=f"{MODULE}:{kind}_kernel",
         args=args,
         warps=tile.warps,
         stages=tile.stages,
         shape={**SHAPE, "heads": heads},
         mma="mma",
+        targets=("sm_90",) if tile == WIDE_SCORE else (),
     )
 
 
-_SELECT = Variant(
-    impl="index_select/triton",
-    name="index-select",
-    kernel=f"{MODULE}:select_kernel",
-    args={
-        "scores": "*i32", "largest": "*i32", "groups": "*i32", "positions": "*i64",
-        "query_start": "*i32", "out": "*i32", "sequences": "i32", "first": "i32", "ratio": "i32",
-        "top_k": "i32", "capacity": "i32", "NEAR": GROUP, "LANES": SELECT_LANES,
-    },
-    warps=8,
-    shape=SHAPE,
-)  # fmt: skip
+def _select(lanes: int) -> Variant:
+    return Variant(
+        impl="index_select/triton",
+        name=f"index-select-{lanes}",
+        kernel=f"{MODULE}_select:select_kernel",
+        args={
+            "scores": "*i32", "largest": "*i32", "groups": "*i32", "positions": "*i64",
+            "query_start": "*i32", "out": "*i32", "sequences": "i32", "first": "i32",
+            "ratio": "i32", "top_k": "i32", "capacity": "i32", "NEAR": GROUP, "LANES": lanes,
+        },
+        warps=select_warps(lanes),
+        shape=SHAPE,
+    )  # fmt: skip
+
 
 VARIANTS = (
-    *(_query(suffix) for suffix in FORMS),
-    *(_score(suffix) for suffix in FORMS),
-    _score("-fp8", 32),  # GLM-5's indexer
-    _SELECT,
+    *(_query(suffix, rows) for suffix in FORMS for rows in (1, 8192)),
+    *(_score(suffix, tile) for suffix in FORMS for tile in (STREAM, SCORE)),
+    *(_score(suffix, WIDE_SCORE) for suffix in ("", "-fp4")),
+    *(_score("-fp8", tile, 32) for tile in (STREAM, SCORE)),  # GLM-5's indexer
+    *(_select(lanes) for lanes in (2048, 4096, 16384)),
 )

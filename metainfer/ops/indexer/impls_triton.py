@@ -9,13 +9,13 @@ from metainfer.kernels.cost import elementwise, extent, roofline, width
 from metainfer.kernels.impl import Context, Impl
 from metainfer.ops.declare import ON_CUDA, SHORT, TRITON, own_matrix_unit, triton
 from metainfer.ops.declare_entries import KEYS, entry_bytes, per_layout
-from metainfer.ops.indexer.tiles import tile_for
+from metainfer.ops.indexer.tiles import SCORE, STREAM
 
 
 def _fits(context: Context) -> Verdict:
-    tile = tile_for(context.layouts.get("index") != "index@1")
     heads, d = extent(context, "heads"), extent(context, "d")
-    return shared_memory(tile.shared_bytes(heads, d, width(context)))(context)
+    most = max(tile.shared_bytes(heads, d, width(context)) for tile in (SCORE, STREAM))
+    return shared_memory(most)(context)
 
 
 def _entries(c: Context) -> int:

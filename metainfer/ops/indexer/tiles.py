@@ -4,48 +4,86 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GROUP = 32
-"""Entries of which the scoring kernel keeps the largest score, so that few need a second look."""
+GROUP = 8
+"""Entries of which the scoring kernels keep the largest score, so that few need a second look."""
 
 WORKSPACE = 64 << 20
 """Most bytes of scores and group maxima alive at once: longer steps are cut into parts by rows.
 Part of what a step may hold beside its activations (field case B-19)."""
 
-SELECT_LANES = 2048
-"""Scores that the selecting kernel looks at in one go."""
-
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Scores: `n` entries by all heads of one query, `stages` queries on their way."""
+    """Scores: `n` entries (a multiple of 64) by all heads of one query, `stages` of what passes on
+    their way. Keys are decoded in `parts` of their channels; `registers`: a cap, 0 for none."""
 
     n: int
     warps: int
     stages: int
+    parts: int = 1
+    registers: int = 0
 
     def shared_bytes(self, heads: int, d: int, element: int) -> int:
         """Upper estimate: keys, queries on their way, and the sums' way between warps."""
-        return (self.n * d + self.stages * padded_heads(heads) * d) * element + 8 * self.n + 4096
+        return (self.n + self.stages * padded_heads(heads)) * d * element + 8 * self.n + 4096
+
+    def channels(self, d: int, group: int) -> int:
+        """Channels decoded at once: whole groups that share a scale."""
+        return d // self.parts if d // self.parts >= max(group, 16) else d
 
 
-SCORE = Tile(n=128, warps=4, stages=3)
-SCORE_SCALED = Tile(n=128, warps=8, stages=3)  # decoding keys takes registers
+SCORE = Tile(n=128, warps=8, stages=2)
+"""Many queries of a sequence: a tile of keys stays while they pass."""
 
-QUERY_ROWS = 32
-"""Index query vectors that one program turns."""
+WIDE_SCORE = Tile(n=256, warps=8, stages=2, parts=2, registers=128)
+"""The same where two programs of it share a multiprocessor: queries are read half as often."""
 
-QUERY_BLOCK = 16
-"""Queries of one sequence that share a tile of keys, in steps of many tokens."""
+STREAM = Tile(n=64, warps=4, stages=4)
+"""One query a sequence: it stays while tiles of keys pass."""
+
+QUERY_BLOCKS = (16, 32, 64)
+"""Queries of one sequence that may share a tile of keys."""
 
 
-def tile_for(scaled: bool) -> Tile:
-    """The tile of keys in the model's type, or of a scaled form."""
-    return SCORE_SCALED if scaled else SCORE
+def score_tile(bits: int, shared: int, heads: int, d: int, element: int) -> Tile:
+    """For keys stored in `bits` (0: the model's type) where a multiprocessor has `shared` bytes, of
+    which each program costs another 1,024."""
+    if bits == 8 or 2 * (WIDE_SCORE.shared_bytes(heads, d, element) + 1024) > shared:
+        return SCORE
+    return WIDE_SCORE
 
 
 def padded_heads(heads: int) -> int:
     """Heads as the matrix product takes them: a power of two, at least 16."""
     return max(16, 1 << (heads - 1).bit_length())
+
+
+def query_heads(rows: int) -> int:
+    """Heads of a token that one program turns: few tokens are spread over more programs."""
+    return 8 if rows <= 64 else 32
+
+
+def query_block(rows: int, sequences: int, tiles: int, units: int) -> int:
+    """Queries that share a tile of keys, by the average of a sequence: as many as leave four
+    programs a unit."""
+    most = -(-rows // sequences)
+    block = min(most, QUERY_BLOCKS[0], rows)
+    for wider in QUERY_BLOCKS[1:]:
+        if wider <= most and -(-rows // wider) * tiles >= 4 * units:
+            block = wider
+    return block
+
+
+def select_lanes(rows: int, capacity: int, top_k: int, units: int) -> int:
+    """Scores that the selecting program of a row holds at once. Few rows: up to all that matter;
+    rows for every unit: as many as the groups chosen have, and several programs share a unit."""
+    most = 16384 if rows <= 2 * units else max(2048, GROUP * top_k)
+    return min(max(1 << (capacity - 1).bit_length(), 2048), most, 16384)
+
+
+def select_warps(lanes: int) -> int:
+    """32 scores a thread."""
+    return max(4, lanes // 1024)
 
 
 def row_bytes(capacity: int, top_k: int) -> int:

@@ -13,40 +13,47 @@ from metainfer.kv.book.form import EntryForm
 from metainfer.kv.store.entries import EntryPages
 from metainfer.ops.indexer.tiles import (
     GROUP,
-    QUERY_BLOCK,
-    QUERY_ROWS,
-    SELECT_LANES,
+    STREAM,
     WORKSPACE,
     Tile,
     padded_heads,
+    query_block,
+    query_heads,
     rows_at_once,
+    score_tile,
+    select_lanes,
+    select_warps,
     splits_for,
-    tile_for,
 )
-from metainfer.ops.indexer.triton import query_kernel, score_kernel, select_kernel
+from metainfer.ops.indexer.triton import score_kernel, stream_kernel
+from metainfer.ops.indexer.triton_query import query_kernel
+from metainfer.ops.indexer.triton_select import select_kernel
 
 #: Layout id -> how the kernels know it: bits of a stored element, 0 for the model's own type.
 BITS = {"index@1": 0, "index-fp8@1": 8, "index-fp4@1": 4}
 
 
 @cache
-def _units(device: torch.device) -> int:
-    """Multiprocessors; the interpreter's host stands for a small card."""
+def _card(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, shared bytes of one); the interpreter's host stands for a small card."""
     if device.type != "cuda":
-        return 2
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+        return 2, 0
+    facts = torch.cuda.get_device_properties(device)
+    return facts.multi_processor_count, facts.shared_memory_per_multiprocessor
 
 
-def index_query(q: Tensor, positions: Tensor, cos_sin: Tensor, form: EntryForm) -> Tensor:
+def index_query(
+    q: Tensor, positions: Tensor, cos_sin: Tensor, form: EntryForm, *, heads_each: int = 0
+) -> Tensor:
     """See `ref.index_query`; d is a power of two up to 256. One launch."""
     q = q.contiguous()
     rows, heads, d = q.shape
     out = torch.empty_like(q)
     if q.numel():
-        query_kernel[(triton.cdiv(rows * heads, QUERY_ROWS),)](
-            q, positions, cos_sin, out, rows * heads, heads, d, cos_sin.shape[1], QUERY_ROWS,
-            BITS[form.layout], form.group, form.hadamard, q.dtype == torch.float32, num_warps=4,
+        few = heads_each or query_heads(rows)
+        query_kernel[(rows * triton.cdiv(heads, few),)](
+            q, positions, cos_sin, out, heads, d, cos_sin.shape[1], few, BITS[form.layout],
+            form.group, form.hadamard, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -65,6 +72,7 @@ def index_select(
     scale: float,
     tile: Tile | None = None,
     splits: int = 0,
+    lanes: int = 0,
     workspace: int = WORKSPACE,
 ) -> Tensor:
     """See `ref.index_select`; equal to it in any cut. Two launches for each part of the rows, one
@@ -80,11 +88,15 @@ def index_select(
     out = torch.empty((rows, top_k), dtype=torch.int32, device=device)
     if rows == 0 or sequences == 0:
         return out.fill_(-1)
-    tile = tile or tile_for(form.scale != "none")
+    alone, bits, (units, shared) = rows <= sequences, BITS[form.layout], _card(device)
+    tile = tile or (STREAM if alone else score_tile(bits, shared, heads, d, q.element_size()))
     capacity = triton.cdiv(page_table.shape[1] * pages.entries, tile.n) * tile.n
+    tiles = capacity // tile.n
     scored = capacity > top_k
     many = rows_at_once(rows, capacity, top_k, workspace) if scored else rows
-    block = min(QUERY_BLOCK, triton.cdiv(rows, sequences))
+    block = 1 if alone else query_block(many, sequences, tiles, units)
+    many = many // block * block
+    lanes = lanes or select_lanes(many, capacity, top_k, units)
     numbers = out
     if scored:
         numbers = torch.empty(
@@ -92,20 +104,27 @@ def index_select(
         )
     largest = numbers[capacity * many :]
     groups = largest[capacity // GROUP * many :]
+    common = (
+        ratio, top_k, scale, g.stride(0), page_table.stride(0), capacity, pages.data.stride(0),
+        heads, padded_heads(heads), d, tile.n, pages.entries, bits, form.group, GROUP,
+        q.dtype == torch.float32,
+    )  # fmt: skip
     for first in range(0, rows, many):
         last = min(first + many, rows)
+        inputs = (q, g, pages.data, page_table, positions, query_start, numbers, largest, sequences)
         if scored:
             blocks = triton.cdiv(last - first, block)
-            parts = splits or splits_for(blocks, capacity // tile.n, _units(device))
-            score_kernel[(blocks, parts)](
-                q, g, pages.data, page_table, positions, query_start, numbers, largest, sequences,
-                first, last, block, ratio, top_k, scale, g.stride(0), page_table.stride(0),
-                capacity, pages.data.stride(0), heads, padded_heads(heads), d, tile.n,
-                pages.entries, BITS[form.layout], form.group, GROUP, q.dtype == torch.float32,
-                num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
+            grid = (blocks, splits or splits_for(blocks, tiles, units))
+            how = {"num_warps": tile.warps, "num_stages": tile.stages}
+            if tile.registers:
+                how["maxnreg"] = tile.registers
+            if alone:
+                stream_kernel[grid](*inputs, first, *common, **how)
+            else:
+                wide = tile.channels(d, form.group)
+                score_kernel[grid](*inputs, first, last, block, *common, wide, **how)
         select_kernel[(last - first,)](
             numbers, largest, groups, positions, query_start, out, sequences, first, ratio, top_k,
-            capacity, GROUP, SELECT_LANES, num_warps=8,
+            capacity, GROUP, lanes, num_warps=select_warps(lanes),
         )  # fmt: skip
     return out
