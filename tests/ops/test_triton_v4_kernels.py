@@ -41,17 +41,6 @@ def test_kernel_agrees(run: str, answers: dict[str, float]) -> None:
     assert answers[run] < 2e-6
 
 
-def test_streaming_cuts_k_into_equal_parts() -> None:
-    from metainfer.ops.linear.tiles import stream_splits
-
-    assert stream_splits(32768, 1024, 128, 132) == 1  # enough tiles for the card
-    assert stream_splits(4096, 8192, 128, 132) == 8
-    for n in (128, 1536, 4096):
-        for k in (128, 256, 384, 4096, 8192):
-            parts = stream_splits(n, k, 128, 132)
-            assert (k // 128) % parts == 0 and (parts == 1 or k // 128 // parts >= 2)
-
-
 def test_keys_are_cut_into_as_many_parts_as_one_wave_holds() -> None:
     from metainfer.ops.attn_sparse.tiles import MAX_SPLITS, splits_for
 
