@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -20,6 +21,7 @@ from metainfer.kv.book.form import EntryForm, index_fp4, index_fp8, index_plain
 from metainfer.kv.store.entries import EntryPages, store
 from metainfer.ops.case import generator, integers, poisoned
 from metainfer.ops.indexer.ref import index_select as reference
+from metainfer.ops.indexer.tiles import STREAM, WIDE_SCORE
 from metainfer.ops.indexer.triton_calls import index_select
 from metainfer.ops.moe_route import ref as router
 from metainfer.ops.moe_route.tiles import MANY, SOME, WHOLE, Tile
@@ -42,11 +44,12 @@ def exact(steps: int, *shape: int) -> Tensor:
 
 def filed(keys: list[Tensor], form: EntryForm, entries: int = 16) -> tuple[EntryPages, Tensor]:
     """Each sequence's keys in pages of its own, shuffled; what nobody wrote is NaN."""
+    d = keys[0].shape[1]
     needed = [-(-len(k) // entries) + 1 for k in keys]
     order = (torch.randperm(sum(needed), generator=G) + 1).int()
     table = torch.full((len(keys), max(needed)), -1, dtype=torch.int32)
     if form.scale == "none":
-        data = torch.full((sum(needed) + 1, entries, D), torch.nan)
+        data = torch.full((sum(needed) + 1, entries, d), torch.nan)
     else:
         data = torch.full((sum(needed) + 1, form.page_bytes(entries)), 0xFF, dtype=torch.uint8)
     pages, begin = EntryPages(0, data, form, entries), 0
@@ -61,7 +64,7 @@ def filed(keys: list[Tensor], form: EntryForm, entries: int = 16) -> tuple[Entry
 def wrong(
     keys: list[Tensor], queries: list[int], top_k: int, *, ratio: int = 1, padding: int = 0,
     q: Tensor | None = None, g: Tensor | None = None, form: EntryForm | None = None,
-    **cut: int,
+    **cut: Any,
 ) -> int:  # fmt: skip
     """Rows that differ from the reference: the last `queries` tokens of each sequence ask."""
     form = form or index_plain(D, "float32")
@@ -136,6 +139,24 @@ def run_forms() -> int:
     return count
 
 
+def run_channels() -> int:
+    """Keys decoded in two halves of their channels, and each form streamed past one query."""
+    count, d = 0, 64
+    for form in (index_plain(d, "float32"), index_fp8(d), index_fp4(d)):
+        keys = exact(1, 300, d) * 7 * torch.exp2(integers(G, 4, 300, 1).float())
+        keys[:, 32:] *= 4  # groups of unlike scales
+        for tile, n in ((WIDE_SCORE, 2), (STREAM, 1)):
+            q, g = exact(3, n, HEADS, d), exact(4, n, HEADS)
+            count += wrong([keys], [n], 20, q=q, g=g, form=form, tile=tile)
+    return count
+
+
+def run_sequences() -> int:
+    """More sequences than are looked at in one go, some idle."""
+    lengths = [3 + s % 3 for s in range(132)]
+    return wrong([exact(3, n, D) for n in lengths], [s % 3 // 2 for s in range(132)], 2, padding=2)
+
+
 def run_rows() -> int:
     """Blocks of queries across sequences, idle sequences, padding, ratio 4."""
     keys = [exact(3, n, D) for n in (140, 3, 40, 33)]
@@ -150,14 +171,16 @@ def run_unseen() -> int:
 
 
 def run_cuts() -> int:
-    """Any number of parts and any workspace: the same rows, to the last."""
+    """Any number of parts, any workspace, any number of scores at once: the same rows, to the last.
+    16 at once: groups and their entries both come in several goes."""
     keys = [exact(3, n, D) for n in (290, 140)]
     state = G.get_state()
     count = 0
-    for cut in ({}, {"splits": 3}, {"workspace": 1}, {"workspace": 4000}):
+    for cut in ({}, {"splits": 3}, {"workspace": 1}, {"workspace": 4000}, {"lanes": 16}):
         G.set_state(state)
         count += wrong(keys, [3, 2], 3, **cut)
-    return count
+    tied = [k[integers(G, 3, len(k))] for k in keys]
+    return count + sum(wrong(tied, [2, 1], 9, lanes=lanes) for lanes in (16, 64))
 
 
 def unlike(mine: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> int:
