@@ -27,7 +27,8 @@ CASES = (
 )
 RUNS = (
     "lengths", "widths", "ties", "special", "forms", "channels", "sequences", "rows", "unseen",
-    "cuts", "route-scores", "route-special", "route-parts", "sample-borders", "sample-parts", "sample-bins",
+    "cuts", "route-scores", "route-special", "route-parts", "sample-borders", "sample-parts",
+    "sample-bins",
 )  # fmt: skip
 
 
