@@ -143,7 +143,7 @@ def _product(
         pipelined_kernel[n // tile.n, table.shape[0]](
             q, scales, order, table, routes, weight.words.view(torch.int32), weight.scales,
             weight.refs, out, limit, k, n, top, up, tile.n, tile.m, tile.least, ring, tile.warps,
-            num_warps=tile.warps,
+            tile.wgmma, num_warps=tile.warps,
         )  # fmt: skip
 
 

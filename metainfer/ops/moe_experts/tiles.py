@@ -52,10 +52,11 @@ class WgmmaTile:
 
 @dataclass(frozen=True, slots=True)
 class PipelinedTile:
-    """Of the Hopper form that unpacks beside its products: `n` weight rows by up to `m` pairs.
+    """Of the form that unpacks beside its products: `n` weight rows by up to `m` pairs.
 
     A block of up to `least` pairs takes a tile of as many; `ring` blocks of 128 channels are held.
-    `persistent`: a program a multiprocessor, each with many tiles (a ring of four).
+    `persistent`: a program a multiprocessor, each with many tiles (a ring of four). `wgmma`:
+    Hopper's products, or else those of every card with e4m3.
     """
 
     n: int
@@ -64,6 +65,7 @@ class PipelinedTile:
     warps: int
     ring: int = 4
     persistent: bool = False
+    wgmma: bool = True
 
     def shared_bytes(self) -> int:
         """Rings of packed weights, activations and the scales of both."""

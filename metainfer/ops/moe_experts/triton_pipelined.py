@@ -1,11 +1,12 @@
-"""The MXFP4 expert product for Hopper, unpacking beside products (Gluon).
+"""The MXFP4 expert product, unpacking beside products, layouts written out (Gluon).
 
 The arithmetic, the look-up table and the order of channels are those of `triton_mxfp4`, the rows of
-a tile those of `triton_wgmma`. While a block of 128 channels is multiplied, the weights of the next
-are unpacked into other registers. Activations lie in whole lines of 128 bytes, one product of 128
-channels. Every place of the ring is an array of its own, so that the compiler sees which is read
-and which is filled, and one barrier a block is enough. No proxy fence stands between copies and
-products, as none does in what Triton makes of a loop of its own.
+a tile those of `triton_wgmma`. WGMMA: Hopper's product; otherwise that of every card with e4m3.
+While a block of 128 channels is multiplied, the weights of the next are unpacked into other
+registers. Activations lie in whole lines of 128 bytes, one product of 128 channels. Every place of
+the ring is an array of its own, so that the compiler sees which is read and which is filled, and
+one barrier a block is enough. No proxy fence stands between copies and products, as none does in
+what Triton makes of a loop of its own.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from metainfer.ops.moe_experts.tiles import OPERANDS_WORDS, UNPACK_WORDS
@@ -164,9 +165,13 @@ def _block(
     q, q_scales, order, routes, w, scales, refs, out, limit, expert, first, count, tile,
     K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
     M: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
+    WGMMA: gl.constexpr,
 ):  # fmt: skip
     """Tile `tile` of BN weight rows by the `count` <= M pairs from place `first`."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
+    hopper: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
+    others: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    mma: gl.constexpr = hopper if WGMMA else others
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     w_at, x_at, x_live, s_at, xs_at, xs_live, ref = _places(
@@ -198,10 +203,10 @@ def _block(
         more = turn + 1 < BLOCKS // RING
         for s in gl.static_range(RING):
             block = turn * RING + s
-            part = warpgroup_mma(
-                _elements(a, left, BN), x_ring[s].permute((1, 0)), zero, use_acc=False,
-                is_async=True,
-            )  # fmt: skip
+            now = _elements(a, left, BN)
+            x = x_ring[s].permute((1, 0))
+            if WGMMA:
+                part = warpgroup_mma(now, x, zero, use_acc=False, is_async=True)
             async_copy.wait_group(AHEAD - 2)  # the next block is there, for all warps
             _barrier()
             # past the last block this unpacks what nobody multiplies
@@ -216,7 +221,10 @@ def _block(
             async_copy.commit_group()
             scale = xs_ring.index(block // 4 % PLACES).slice(s % 4, 1, 1)
             scale = scale.permute((1, 0)).load(mma)
-            part = warpgroup_mma_wait(0, deps=[part])
+            if WGMMA:
+                part = warpgroup_mma_wait(0, deps=[part])
+            else:
+                part = mma_v2(now, x.load(right), zero)
             acc += part * scale
     _barrier()  # what follows may lie where others still multiply
     _finish(
@@ -229,6 +237,7 @@ def pipelined_kernel(
     q, q_scales, order, table, routes, w, scales, refs, out, limit,
     K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
     M: gl.constexpr, LEAST: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
+    WGMMA: gl.constexpr,
 ):  # fmt: skip
     """As `triton_wgmma.experts_kernel`: program (tile of BN rows, block of up to M pairs); an int32
     of `w` holds eight elements. A block of up to LEAST pairs takes a tile of LEAST."""
@@ -239,12 +248,12 @@ def pipelined_kernel(
     if M > LEAST and count > LEAST:
         _block(
             q, q_scales, order, routes, w, scales, refs, out, limit, expert, first, count, tile,
-            K, N, TOP, UP, BN, M, RING, WARPS,
+            K, N, TOP, UP, BN, M, RING, WARPS, WGMMA,
         )  # fmt: skip
     elif count > 0:
         _block(
             q, q_scales, order, routes, w, scales, refs, out, limit, expert, first, count, tile,
-            K, N, TOP, UP, BN, LEAST, RING, WARPS,
+            K, N, TOP, UP, BN, LEAST, RING, WARPS, WGMMA,
         )  # fmt: skip
 
 
