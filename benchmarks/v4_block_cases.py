@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from metainfer.ops.compress.triton import compress
 from metainfer.ops.hyper import ref as hyper
 from metainfer.ops.hyper import triton_calls
 from metainfer.ops.hyper.cases import mix_pre_recipe, pre_recipe
-from metainfer.ops.hyper.tiles import Tile
+from metainfer.ops.hyper.tiles import LONG, MIDDLE, SHORT, Tile
 from metainfer.ops.hyper.triton_calls import hyper_mix_pre, hyper_pre
 from metainfer.ops.latent_qkv import ref as latents
 from metainfer.ops.latent_qkv.cases import recipe as latent_recipe
@@ -55,22 +56,27 @@ def _first(*args: Tensor) -> tuple[Tensor, ...]:
 
 #: By rows: how their tokens and channels are cut in other ways.
 TILES: dict[int, dict[str, Tile]] = {
+    1: {"early": replace(SHORT, early=True)},
     8: {
+        "early": replace(SHORT, early=True),
         "64 splits": Tile(d=32, down=1, across=4, splits=64, programs=1),
         "no warps across": Tile(d=32, down=1, across=1, splits=128, programs=1),
     },
     32: {
+        "early": replace(SHORT, early=True),
         "64 splits": Tile(d=32, down=1, across=4, splits=64, programs=1),
         "2 warps down": Tile(d=32, down=2, across=1, splits=64, programs=1),
         "2 down, 4 across": Tile(d=32, down=2, across=4, splits=128, programs=1),
     },
     128: {
+        "early": replace(MIDDLE, early=True),
         "4 warps across": Tile(d=32, down=1, across=4, splits=32, programs=2),
         "2 warps down": Tile(d=32, down=2, across=1, splits=64, programs=2),
         "32 splits": Tile(d=32, down=4, across=1, splits=32, programs=1),
         "2 down, 4 across": Tile(d=32, down=2, across=4, splits=64, programs=2),
     },
     8192: {
+        "early": replace(LONG, early=True),
         "1 warp down": Tile(d=32, down=1, across=1, splits=8, programs=32),
         "2 warps down": Tile(d=32, down=2, across=1, splits=8, programs=16),
         "8 warps down": Tile(d=32, down=8, across=1, splits=8, programs=8),

@@ -26,7 +26,7 @@ def _step(op: str, tile: Tile, rows: int) -> Variant:
         "fn": "*fp32", "parts": "*fp32", "rows": "i32", "splits": "i32", "steps": "i32",
         "y_stride": "i32:16", "N": N, "D": D, "NW": numbers, "NL": product_lanes(numbers),
         "M": tile.m, "BD": tile.d, "MIX": op == "hyper_mix_pre", "DOWN": tile.down,
-        "ACROSS": tile.across,
+        "ACROSS": tile.across, "EARLY": tile.early,
     }  # fmt: skip
     return Variant(
         impl=f"{op}/triton",
@@ -48,7 +48,7 @@ def _finish(op: str, tile: Tile, rows: int) -> Variant:
         "weight": "*fp32", "x": "*bf16", "post": "*fp32", "comb": "*fp32", "rows": "i32",
         "splits": "i32", "norm_eps": "fp32", "eps": "fp32", "iters": "i32", "N": N, "D": D,
         "DL": D, "NW": numbers, "NL": product_lanes(numbers), "SPLITS": tile.splits,
-        "B": tile.batch, "HEAD": op == "hyper_head",
+        "B": tile.batch, "HEAD": op == "hyper_head", "EARLY": tile.early,
     }  # fmt: skip
     return Variant(
         impl=f"{op}/triton",

@@ -15,13 +15,15 @@ MAX_WIDTH = 16384
 class Tile:
     """16 tokens by `d` channels of every stream a warp at a time: `down` warps for other tokens,
     `across` for other numbers of the site. Channels of a token are cut into at most `splits` parts,
-    so that about `programs` run on each unit."""
+    so that about `programs` run on each unit. `early`: a launch begins while the one before
+    ends (9.0 and newer)."""
 
     d: int
     down: int
     across: int
     splits: int
     programs: int
+    early: bool = False
 
     @property
     def m(self) -> int:

@@ -220,6 +220,7 @@ def _sinkhorn(comb, at, live, eps, iters, N: tl.constexpr):
 def _ends(
     first, parts, base, scale, post, comb, rows, splits, norm_eps, eps, iters,
     N: tl.constexpr, D: tl.constexpr, NL: tl.constexpr, SPLITS: tl.constexpr, B: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """`post` and `comb` of the B tokens from `first` on."""
     number, split = tl.arange(0, NL), tl.arange(0, SPLITS)
@@ -229,6 +230,8 @@ def _ends(
     # The site's own numbers come from far: they are asked for before the parts.
     factor = tl.load(scale + tl.where(number < 2 * N, 1, 2))
     bias = tl.load(base + number, mask=number < wide, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     kept = (live[:, None] & (split < splits)[None, :])[:, :, None]
     place = split.to(tl.int64)[None, :] * rows + row[:, None]
     found = tl.load(parts + place[:, :, None] * NL + number[None, None, :], mask=kept, other=0.0)
@@ -259,7 +262,7 @@ def _share(m, number, K: tl.constexpr, N: tl.constexpr):
 def _collapse(
     t, streams, parts, base, scale, weight, x, rows, splits, norm_eps, eps,
     N: tl.constexpr, D: tl.constexpr, DL: tl.constexpr, NW: tl.constexpr, NL: tl.constexpr,
-    SPLITS: tl.constexpr, HEAD: tl.constexpr,
+    SPLITS: tl.constexpr, HEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x of token t: without HEAD its norm too."""
     number, split, d = tl.arange(0, NL), tl.arange(0, SPLITS), tl.arange(0, DL)
@@ -269,6 +272,8 @@ def _collapse(
     bias = tl.load(base + number, mask=number < N, other=0.0)
     if not HEAD:
         gain = tl.load(weight + d, mask=inside, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     at = t * (N * D) + d
     r0 = _stream(streams, at, inside, 0, N, D)
     r1 = _stream(streams, at, inside, 1, N, D)
@@ -293,10 +298,12 @@ def _collapse(
 def finish_kernel(
     streams, parts, base, scale, weight, x, post, comb, rows, splits, norm_eps, eps, iters,
     N: tl.constexpr, D: tl.constexpr, DL: tl.constexpr, NW: tl.constexpr, NL: tl.constexpr,
-    SPLITS: tl.constexpr, B: tl.constexpr, HEAD: tl.constexpr,
+    SPLITS: tl.constexpr, B: tl.constexpr, HEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x of a token, or post and comb of B tokens: those take longest and start first. HEAD: x
-    alone."""
+    alone. EARLY: started while the first kernel runs."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     ends = 0
     if not HEAD:
@@ -305,12 +312,12 @@ def finish_kernel(
         if not HEAD:
             _ends(
                 program.to(tl.int64) * B, parts, base, scale, post, comb, rows, splits, norm_eps,
-                eps, iters, N, D, NL, SPLITS, B,
+                eps, iters, N, D, NL, SPLITS, B, EARLY,
             )  # fmt: skip
     else:
         # Backwards: what was written last is still in the cache.
         t = (rows - 1 - (program - ends)).to(tl.int64)
         _collapse(
             t, streams, parts, base, scale, weight, x, rows, splits, norm_eps, eps,
-            N, D, DL, NW, NL, SPLITS, HEAD,
+            N, D, DL, NW, NL, SPLITS, HEAD, EARLY,
         )  # fmt: skip

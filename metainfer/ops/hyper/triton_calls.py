@@ -115,16 +115,16 @@ def _step(
     parts = torch.empty((splits, rows, lanes), dtype=torch.float32, device=device)
     direct = streams.dtype == torch.bfloat16
     kernel = direct_step_kernel if direct else step_kernel
-    warps = (tile.down, tile.across) if direct else ()
+    form = (tile.down, tile.across, tile.early) if direct else ()
     kernel[(blocks, splits)](
         streams, y, post, comb, mixed, fn, parts, rows, splits, triton.cdiv(chunks, splits),
-        y.stride(0), n, d, numbers, lanes, tile.m, tile.d, block is not None, *warps,
-        num_warps=tile.warps,
+        y.stride(0), n, d, numbers, lanes, tile.m, tile.d, block is not None, *form,
+        num_warps=tile.warps, launch_pdl=tile.early,
     )  # fmt: skip
     ends = 0 if head else triton.cdiv(rows, tile.batch)
     finish_kernel[(ends + rows,)](
         mixed, parts, base, scale, base if norm_weight is None else norm_weight, x, post_out,
         comb_out, rows, splits, norm_eps, eps, iters, n, d, width, numbers, lanes, tile.splits,
-        tile.batch, head, num_warps=finish_warps(width),
+        tile.batch, head, tile.early, num_warps=finish_warps(width), launch_pdl=tile.early,
     )  # fmt: skip
     return mixed, x, post_out, comb_out

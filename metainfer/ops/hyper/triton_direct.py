@@ -18,6 +18,21 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 
 @gluon.jit
+def _let_the_next_kernel_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // dummy $0", "=r", [],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _wait_for_the_kernel_before():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _stream(streams, at, live, J: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
     """Channels of stream J; zeros where there is no such stream. `at`: of stream 0."""
     return gl.load(streams + at + J * D, mask=live & (J < N), other=0.0)
@@ -78,13 +93,15 @@ def step_kernel(
     streams, y, post, comb, mixed, fn, parts, rows, splits, steps, y_stride,
     N: gl.constexpr, D: gl.constexpr, NW: gl.constexpr, NL: gl.constexpr, M: gl.constexpr,
     BD: gl.constexpr, MIX: gl.constexpr, DOWN: gl.constexpr, ACROSS: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """See `triton.step_kernel`. DOWN warps share the tokens, ACROSS the matrix's numbers: then each
-    holds few enough of them to have all reads under way at once."""
+    holds few enough of them to have all reads under way at once. EARLY: the matrix is asked for
+    while the kernel before still runs, and the kernel after starts while this one does."""
     total: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [DOWN, ACROSS], [16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, total, BD // 8)
     right: gl.constexpr = gl.DotOperandLayout(1, total, BD // 8)
-    early: gl.constexpr = ACROSS > 1
+    ahead: gl.constexpr = ACROSS > 1
     part = gl.program_id(1)
     first = gl.program_id(0).to(gl.int64) * M
     token = first + gl.arange(0, M, gl.SliceLayout(1, left))
@@ -93,6 +110,8 @@ def step_kernel(
     number = gl.arange(0, NL, gl.SliceLayout(0, right))[None, :]
     lane = gl.arange(0, BD, gl.SliceLayout(0, left))[None, :]
     column = gl.arange(0, BD, gl.SliceLayout(1, right))[:, None]
+    if EARLY:
+        _let_the_next_kernel_start()
     acc = gl.zeros([M, NL], gl.float32, total)
     square = gl.zeros([M], gl.float32, gl.SliceLayout(1, left))
     for step in range(steps):
@@ -100,15 +119,17 @@ def step_kernel(
         d, c = begin + lane, begin + column
         inside = live & (d < D)
         at = row * (N * D) + d
-        r0 = _stream(streams, at, inside, 0, N, D)
-        r1 = _stream(streams, at, inside, 1, N, D)
-        r2 = _stream(streams, at, inside, 2, N, D)
-        r3 = _stream(streams, at, inside, 3, N, D)
-        if early:
+        if ahead:
             w0 = _weight(fn, number, c, 0, N, D, NW)
             w1 = _weight(fn, number, c, 1, N, D, NW)
             w2 = _weight(fn, number, c, 2, N, D, NW)
             w3 = _weight(fn, number, c, 3, N, D, NW)
+        if EARLY:
+            _wait_for_the_kernel_before()
+        r0 = _stream(streams, at, inside, 0, N, D)
+        r1 = _stream(streams, at, inside, 1, N, D)
+        r2 = _stream(streams, at, inside, 2, N, D)
+        r3 = _stream(streams, at, inside, 3, N, D)
         if MIX:  # the site sees the rounded streams
             new = gl.load(y + row * y_stride + d, mask=inside, other=0.0)
             m0 = _mixed(r0, r1, r2, r3, new, post, comb, token, held, 0, N)
@@ -116,16 +137,16 @@ def step_kernel(
             m2 = _mixed(r0, r1, r2, r3, new, post, comb, token, held, 2, N)
             m3 = _mixed(r0, r1, r2, r3, new, post, comb, token, held, 3, N)
             r0, r1, r2, r3 = m0, m1, m2, m3
-        if not early:
+        if not ahead:
             w0 = _weight(fn, number, c, 0, N, D, NW)
             w1 = _weight(fn, number, c, 1, N, D, NW)
         acc, square = _product(acc, r0, w0), _square(square, r0)
         if N > 1:
-            if not early:
+            if not ahead:
                 w2 = _weight(fn, number, c, 2, N, D, NW)
             acc, square = _product(acc, r1, w1), _square(square, r1)
         if N > 2:
-            if not early:
+            if not ahead:
                 w3 = _weight(fn, number, c, 3, N, D, NW)
             acc, square = _product(acc, r2, w2), _square(square, r2)
         if N > 3:
