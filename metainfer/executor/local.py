@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from metainfer.comm.emulated_ranks import EmulatedRanks
 
 CPU_LIMIT_TOKENS = 16
+SIZES = (64, 1024)
+"""Tokens of chunks between a few and the most: kernels change form there, and are then compiled."""
 MOST_OPEN = 2
 
 
@@ -111,9 +113,10 @@ class LocalExecutor:
         if isinstance(parts.ops.trace, FiniteTrace):
             parts.ops.trace.know(owners_of(parts.model.layers, parts.store.layers))
         at_limit = min(parts.step_tokens, parts.max_context)
+        between = [count for count in SIZES if count < at_limit]
         if parts.device.type == "cpu":
             # Host memory is not the limit there; a full chunk at the limit would cost seconds.
-            at_limit = min(at_limit, CPU_LIMIT_TOKENS)
+            at_limit, between = min(at_limit, CPU_LIMIT_TOKENS), []
         short = min(16, parts.step_tokens, parts.max_context)
         verified = min(1 + parts.drafts, parts.step_tokens, parts.max_context)
         verify = (
@@ -123,6 +126,7 @@ class LocalExecutor:
         for phase, runs in (
             (Phase.CHUNK, [(0, 1)]),  # attention tiles its queries by their number
             (Phase.CHUNK, [(0, short)]),
+            *((Phase.CHUNK, [(0, count)]) for count in between),
             (Phase.MIXED, [(0, short), (0, 1)]),
             (Phase.DECODE, [(0, 1)] * 2),
             (Phase.DECODE, [(parts.max_context - 1, 1)]),

@@ -132,3 +132,18 @@ def test_cuts_follow_shapes() -> None:
             for k in (1, 33, 4096, 5120):
                 steps = -(-k // tile.step(width))
                 assert tile.share(k, width) * tile.splits >= steps
+
+
+def test_b30_warm_up_meets_every_form_of_routing_and_sorting() -> None:
+    """Sizes at which another kernel is compiled lie on both sides of one that warm-up runs."""
+    from metainfer.executor.local import SIZES
+    from metainfer.ops.moe_experts.sorting import SORTED_PAIRS, counted
+    from metainfer.ops.moe_route.tiles import tile_for as routing
+
+    def form(rows: int) -> tuple[object, int]:
+        pairs = rows * 6
+        return routing(rows), counted(pairs) if pairs <= SORTED_PAIRS else 0
+
+    warmed = {form(rows) for rows in (1, 16, *SIZES, 8192)}
+    parts = [zip(*found, strict=True) for found in (warmed, {form(r) for r in range(1, 8193)})]
+    assert [set(part) for part in parts[0]] == [set(part) for part in parts[1]]

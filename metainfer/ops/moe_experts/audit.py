@@ -111,11 +111,11 @@ def _count() -> Variant:
     return _sorting("count_kernel", args, "count", table=False)
 
 
-def _plan(pairs: int, rows: int) -> Variant:
+def _plan(pairs: int) -> Variant:
     args: dict[str, str | int | bool] = {
         "x": "*bf16", "q": "*fp8e4nv", "scales": "*fp32", "ids": "*i32", "order": "*i32",
         "table": "*i32", "rows": "i32", "x_stride": "i32:16", "pairs": "i32", "blocks": "i32",
-        "K": D, "E": E, "EP": lanes(E), "M": WGMMA_STREAM.m, "ROWS": rows, "PAIRS": pairs,
+        "K": D, "E": E, "EP": lanes(E), "M": WGMMA_STREAM.m, "ROWS": PLAN_ROWS, "PAIRS": pairs,
     }  # fmt: skip
     return _sorting("plan_kernel", args, f"plan-{pairs}", table=True)
 
@@ -127,7 +127,7 @@ VARIANTS = (
     *(_chunk(CHUNK, up) for up in (True, False)),
     *(_sort(table, pairs) for table in (True, False) for pairs in (0, SORTED_PAIRS)),
     _count(),
-    *(_plan(pairs, rows) for pairs, rows in ((SLOTS, 1), (SORTED_PAIRS, PLAN_ROWS))),
+    *(_plan(pairs) for pairs in (SLOTS, SORTED_PAIRS)),
     *(_stream(STREAM_WIDE, up, wide=True) for up in (True, False)),
     *(_chunk(CHUNK_WIDE, up, wide=True) for up in (True, False)),
 )

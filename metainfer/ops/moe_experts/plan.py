@@ -31,10 +31,10 @@ def planned(x: Tensor, ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tenso
     q = torch.empty((tokens, d), dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty((tokens, d // 128), dtype=torch.float32, device=device)
     order, table = _room(ids, experts, m)
-    rows, slots = min(PLAN_ROWS, triton.next_power_of_2(tokens)), counted(pairs)
-    plan_kernel[(slots // SLOTS + d // 128 * triton.cdiv(tokens, rows),)](
+    slots = counted(pairs)
+    plan_kernel[(slots // SLOTS + d // 128 * triton.cdiv(tokens, PLAN_ROWS),)](
         x, q, scales, ids, order, table, tokens, x.stride(0), pairs, table.shape[0], d, experts,
-        lanes(experts), m, rows, slots, num_warps=SORT_WARPS,
+        lanes(experts), m, PLAN_ROWS, slots, num_warps=SORT_WARPS,
     )  # fmt: skip
     return q, scales, order, table
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SORTED_PAIRS = 2048
+SORTED_PAIRS = 1024
 """Most (token, choice) pairs that one launch sorts, each program counting all of them; more are
 counted by a launch of their own."""
 
@@ -15,8 +15,8 @@ SORT_WARPS = 4
 PROGRAMS = 128
 """Most programs that sort more pairs: each reads the counts of all."""
 
-PLAN_ROWS = 16
-"""Most tokens of which a program quantises a block of channels."""
+PLAN_ROWS = 4
+"""Tokens of which a program of a plan quantises a block of channels."""
 
 
 def lanes(experts: int) -> int:
@@ -25,8 +25,8 @@ def lanes(experts: int) -> int:
 
 
 def counted(pairs: int) -> int:
-    """Pairs as one launch counts them: a power of two, at least one a thread."""
-    return max(SLOTS, 1 << (pairs - 1).bit_length())
+    """Pairs as one launch counts them: two sizes, so that few kernels are to be compiled."""
+    return SLOTS if pairs <= SLOTS else SORTED_PAIRS
 
 
 def share_of(pairs: int) -> int:
