@@ -13,7 +13,15 @@ from torch import Tensor
 from metainfer.formats.activation import activation_fp8
 from metainfer.kv.book.form import EntryForm, plain
 from metainfer.kv.store.entries import EntryPages, gather, locate, store
-from metainfer.ops.attn_sparse.tiles import FEW, HOPPER, SMALL, WGMMA, WGMMA_SCALED, HopperTile
+from metainfer.ops.attn_sparse.tiles import (
+    FEW,
+    HOPPER,
+    SMALL,
+    SMALL_SCALED,
+    WGMMA,
+    WGMMA_SCALED,
+    HopperTile,
+)
 from metainfer.ops.attn_sparse.tiles import Tile as AttnTile
 from metainfer.ops.attn_sparse.triton_calls import attn_sparse, wgmma, wgmma_scaled
 from metainfer.ops.common import rotate_tail
@@ -425,11 +433,12 @@ def _attention(
     keys = min(context, 128) + (min(top, count) if top else count)
     tiles: list[AttnTile | HopperTile] = []
     if sweep and form.scale != "none" and rows <= 32:
-        tiles = [WGMMA_SCALED, *(AttnTile(16, 32, warps, 2) for warps in (4, 8))]
+        tiles = [WGMMA_SCALED, AttnTile(64, 32, 8, 5), AttnTile(16, 32, 4, 3), SMALL_SCALED]
+        tiles += [AttnTile(16, 16, 8, 5)]
     elif sweep and form.scale == "none":
         tiles = [SMALL, FEW, AttnTile(16, 32, 4, 2), HOPPER]
         if rows > 32:
-            tiles = [WGMMA, HOPPER, HopperTile(resident=False)]
+            tiles = [WGMMA, HOPPER, HopperTile(resident=False), SMALL, AttnTile(32, 32, 8, 2)]
     element = 1024 if form.scale == "none" else 584
     args = (q, local, local_table, entries, entry_table, picked, sinks, table, positions, start)
     options: dict[str, Any] = {"scale": scale, "window": 128, "ratio": ratio}

@@ -21,15 +21,19 @@ class Tile:
     def shared_bytes(
         self, d: int, element: int, capability: tuple[int, int] | None, scaled: bool = False
     ) -> int:
-        """Upper estimate: the query, key buffers, and the weights' way between warps.
+        """Upper estimate: the query, the weights' way between warps, keys and where they are.
 
-        Where the product is not asynchronous (all but 9.x) the pipeline holds one buffer less, and
-        decoded keys pass through a wider scratch. The audit checks it.
+        Two stages copy a tile ahead: one finds its places, one its keys. Where the product is
+        asynchronous (9.x) plain keys take a buffer for every stage. Scaled ones come as bytes and a
+        tail, and decoded ones pass through more memory. The audit checks it.
         """
         hopper = capability is not None and capability[0] == 9
-        key = element * (self.stages if hopper else self.stages - 1)
-        key += 5 if scaled and not hopper else 0
-        return self.heads * (d + self.n) * element + self.n * d * key + 4096
+        ahead = max(1, (self.stages - 1) // 2)
+        if scaled:
+            key = 3 * ahead + (2 if hopper else 4)
+        else:
+            key = element * (self.stages if hopper else ahead)
+        return self.heads * (d + self.n) * element + self.n * (d * key + 16 * ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,8 @@ class HopperTile:
 HOPPER = HopperTile()
 WGMMA = Tile(heads=64, n=64, warps=8, stages=2)
 WGMMA_SCALED = Tile(heads=64, n=32, warps=8, stages=3)
-SMALL = Tile(heads=32, n=32, warps=8, stages=2)  # shared memory of 101,376 B
-SMALL_SCALED = Tile(heads=32, n=16, warps=8, stages=2)
+SMALL = Tile(heads=32, n=32, warps=8, stages=5)  # shared memory of 101,376 B, all of it
+SMALL_SCALED = Tile(heads=32, n=16, warps=8, stages=3)
 FEW = Tile(heads=16, n=64, warps=4, stages=2)
 """Where a call has so few queries that time is latency."""
 FEW_ROWS = 4

@@ -27,18 +27,18 @@ def _keys(
     2^(byte - 127) at `scale_at`, then a bf16 tail; 2: for a card without the type e4m3."""
     if SCALED:
         BODY: tl.constexpr = D - TAIL
-        # [N, groups, 64]: a scale is loaded and widened once for its group
+        # [N, groups, 64]: a scale is widened once for its group
         channel = (tl.arange(0, D // 64) * 64)[None, :, None] + tl.arange(0, 64)[None, None, :]
+        # the scales of an entry are eight bytes: one load, of a size that copies ahead
+        words = (data + tl.multiple_of(scale_at, 8)).to(tl.pointer_type(tl.int64))
+        word = tl.load(words, mask=seen, other=0)[:, None, None]
+        code = (word >> (tl.arange(0, D // 64) * 8)[None, :, None]).to(tl.int32) & 0xFF
         at = at[:, None, None]
         seen = seen[:, None, None]
-        group = tl.arange(0, D // 64)[None, :, None]
         body = tl.load(data + at + channel, mask=seen & (channel < BODY), other=0)
-        code = tl.load(
-            data + scale_at[:, None, None] + group, mask=seen & (group < BODY // 64), other=127
-        )
         tail = (data + at + BODY).to(tl.pointer_type(tl.bfloat16))
         tail = tl.load(tail + (channel - BODY), mask=seen & (channel >= BODY), other=0.0)
-        scale = (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scale = (code << 23).to(tl.float32, bitcast=True)
         if SCALED == 2:
             body = e4m3_values(body) * scale
         else:
