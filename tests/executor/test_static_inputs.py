@@ -14,6 +14,7 @@ from metainfer.core.step import PENDING, NewRequest, PageGrant, RankTokens, Step
 from metainfer.executor.inputs import build, step_ids
 from metainfer.executor.slots import SlotTable
 from metainfer.executor.static import DeviceTables, StepBuffers, step_inputs
+from metainfer.executor.transfer import to_host
 from metainfer.kv.book.form import latent_plain, plain
 from metainfer.kv.book.spec import CacheSpec, GroupKind, form_groups
 
@@ -133,3 +134,32 @@ def test_pages_of_the_spare_slot_stay(slot: int) -> None:
         if group.kind is not GroupKind.STATE:
             assert (pages[-1] == 0).all()
     assert len(host.states) == SLOTS
+
+
+@given(st.data())
+def test_the_device_follows_every_plan(data: st.DataObject) -> None:
+    """Grants as they come, and slots that change hands: no page of the one before stays."""
+    host, device = tables(3, 0.0)
+    widths = [pages.shape[1] for pages in host.page_tables]
+    for step in range(2, 6):
+        slots = data.draw(st.sets(st.integers(0, SLOTS - 1), max_size=3))
+        new = tuple(NewRequest(f"{step}", s, 0, (1,), 1, 0, SamplingParams()) for s in slots)
+        grants = []
+        for slot in range(SLOTS):
+            group = data.draw(st.sampled_from([g for g, width in enumerate(widths) if width]))
+            first = data.draw(st.integers(0, widths[group] - 1))
+            count = data.draw(st.integers(0, min(3, widths[group] - first)))
+            grants.append(PageGrant(slot, group, first, tuple(range(40, 40 + count))))
+        plan = StepPlan(step, (), new, tuple(grants), released=tuple(slots))
+        host.apply(plan)
+        device.apply(plan)
+        for mine, theirs in zip(device.pages, host.page_tables, strict=True):
+            assert torch.equal(mine[:-1], torch.from_numpy(theirs))
+
+
+def test_a_copy_to_the_host_stays_what_it_was() -> None:
+    """The next replay writes to the same place."""
+    place = torch.arange(4)
+    copy = to_host(place[1:])
+    place.fill_(-5)
+    assert copy.tolist() == [1, 2, 3]

@@ -65,3 +65,27 @@ def test_ids_are_of_the_vocabulary(params: dict[str, object]) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**params).check(V)  # type: ignore[arg-type]
     assert caught.value.param == next(iter(params))
+
+
+@pytest.mark.parametrize(
+    ("more", "known"),
+    [
+        ({}, True),
+        ({"ignore_eos": True, "stop_token_ids": (3,), "max_tokens": 9}, True),
+        ({"min_tokens": 2}, True),
+        ({"min_tokens": 3}, False),  # the end and the stops may not be drawn yet
+        ({"temperature": 0.5}, False),
+        ({"logprobs": 0}, False),
+        ({"logit_bias": {1: 2.0}}, False),
+        ({"allowed_token_ids": (1,)}, False),
+        ({"bad_words": ((1,),)}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"frequency_penalty": 0.1}, False),
+        ({"repetition_penalty": 1.1}, False),
+    ],
+)
+def test_a_likeliest_token_is_known_where_nothing_else_bears_on_it(
+    more: dict[str, object], known: bool
+) -> None:
+    params = SamplingParams(**{"temperature": 0.0, **more})  # type: ignore[arg-type]
+    assert row(params, [5], [1], [2]).likeliest is known
