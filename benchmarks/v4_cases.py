@@ -119,7 +119,7 @@ def _matrix(name: str, n: int, k: int, sweep: bool) -> Iterator[Work]:
         x = _tokens(rows, k)
         tiles: list[StreamTile | None] = [None]
         if sweep:
-            tiles += [StreamTile(64, 4, 4), StreamTile(64, 4, 6)]
+            tiles += [StreamTile(64, 4, 4), StreamTile(128, 8, 4, early=True)]
         for tile in tiles:
             yield Work(
                 f"linear {name} m={rows}",
@@ -171,7 +171,11 @@ def out_group(sweep: bool) -> Iterator[Work]:
         return exact, exact.to(BF16)
 
     others: dict[int, tuple[GroupTile, ...]] = {
-        1: (GroupTile(16, 128, 128, 8, 4), GroupTile(16, 64, 128, 4, 7, each=1)),
+        1: (
+            GroupTile(16, 128, 128, 8, 4),
+            GroupTile(16, 64, 128, 4, 7, each=1),
+            GroupTile(16, 64, 128, 4, 5, early=True),
+        ),
         16: (GroupTile(16, 128, 128, 8, 4), GroupTile(16, 64, 128, 4, 7, each=1)),
         32: (GroupTile(32, 128, 128, 8, 3),),
         64: (GroupTile(64, 128, 128, 8, 3),),

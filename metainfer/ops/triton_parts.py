@@ -19,6 +19,19 @@ def block_scale(scales, at, E8M0: tl.constexpr):
 
 
 @triton.jit
+def come_early(lines):
+    """In a kernel launched before the one in front of it ended: what `lines` points to (cache lines
+    that no kernel writes) is asked for, the next kernel may come, and then it is waited for what
+    the one in front wrote."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def finish(acc, out, parts, counter, part, size, where, mask, SPLITS: tl.constexpr):
     """Store `acc` at ``out + where``, or leave it as one of SPLITS parts of `size` numbers each:
     the last to arrive adds them in order, so that the sum is the same every time."""

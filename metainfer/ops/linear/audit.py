@@ -28,6 +28,7 @@ def _stream(name: str, tile: StreamTile, n: int, k: int, rows: int, splits: int,
         "parts": "*fp32", "counters": "*i32", "rows": "i32", "x_stride": "i32:16", "N": "i32:16",
         "scale_stride": "i32", "K": k, "M": rows, "BN": tile.n, "SPLITS": splits,
         "STEPS": k // 128 // splits, "E8M0": True, "EIGHT": not wide, "WIDE": "type:bfloat16",
+        "EARLY": tile.early,
     }  # fmt: skip
     kind = "bf16" if wide else "fp8"
     return Variant(

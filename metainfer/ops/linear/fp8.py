@@ -115,7 +115,7 @@ def stream(
         x, weight, scale, out, parts, counters, rows, x.stride(0), n, scale.stride(0),
         k, max(16, triton.next_power_of_2(rows)), tile.n, splits, k // BLOCK // splits,
         scale.dtype == torch.uint8, device.type == "cuda" and not wide, wide_type(device),
-        num_warps=tile.warps, num_stages=tile.stages,
+        tile.early, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=tile.early,
     )  # fmt: skip
     return out
 

@@ -13,11 +13,13 @@ STREAM_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class StreamTile:
-    """`n` rows of the weight per program, streamed 128 channels at a time."""
+    """`n` rows of the weight per program, streamed 128 channels at a time. `early`: programs come
+    before the kernel in front has ended and ask for their weights (9.0 and newer)."""
 
     n: int
     warps: int
     stages: int
+    early: bool = False
 
     def shared_bytes(self, rows: int, wide: bool = False) -> int:
         """Upper estimate: weight and activation buffers, and one quantised activation tile.

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from metainfer.ops.triton_e4m3 import e4m3_rounded, e4m3_wide
-from metainfer.ops.triton_parts import block_scale, finish
+from metainfer.ops.triton_parts import block_scale, come_early, finish
 
 
 @triton.jit
@@ -67,6 +67,7 @@ def stream_kernel(
     x, w, scales, out, parts, counters, rows, x_stride, N, scale_stride,
     K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     STEPS: tl.constexpr, E8M0: tl.constexpr, EIGHT: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
@@ -79,6 +80,9 @@ def stream_kernel(
     token = x + m.to(tl.int64)[:, None] * x_stride + first * 128 + k[None, :]
     row_scale = (tile * BN // 128) * scale_stride + first
     ahead = block_scale(scales, row_scale, E8M0)
+    if EARLY:
+        LINES: tl.constexpr = STEPS & -STEPS  # a power of two that divides them
+        come_early(w + held[:, None] * K + (first + tl.arange(0, LINES)[None, :]) * 128)
     for step in range(STEPS):
         weight_scale = ahead  # the next one is on its way while this block is multiplied
         ahead = block_scale(scales, row_scale + tl.minimum(step + 1, STEPS - 1), E8M0)

@@ -19,7 +19,7 @@ def _variant(tile: GroupTile, splits: int, targets: tuple[str, ...]) -> Variant:
         "o": o, "w": w, "scales": "*u8", "out": "*bf16", "parts": "*fp32", "counters": "*i32",
         "rows": "i32", "N": "i32:16", "scale_stride": "i32", "K": K, "R": R, "M": tile.m,
         "BN": tile.n, "BK": tile.k, "SPLITS": splits, "GROUP": tile.group, "E8M0": True,
-        "TMA": tile.tma, "WIDE": "type:bfloat16",
+        "TMA": tile.tma, "WIDE": "type:bfloat16", "EARLY": tile.early,
     }  # fmt: skip
     return Variant(
         impl="out_group/triton",

@@ -44,7 +44,8 @@ def grouped(
     group_kernel[(tiles, splits)](
         left, right, scale, out, parts, counters, rows, n, scale.stride(0),
         k, n // groups, tile.m, tile.n, tile.k, splits, tile.group, scale.dtype == torch.uint8,
-        tile.tma, _wide_type(o), num_warps=tile.warps, num_stages=tile.stages,
+        tile.tma, _wide_type(o), tile.early, num_warps=tile.warps, num_stages=tile.stages,
+        launch_pdl=tile.early,
     )  # fmt: skip
     return out
 

@@ -17,7 +17,8 @@ class GroupTile:
     multiprocessor.
 
     `tma`: operands arrive by the bulk copy engine (9.0 and newer). `group`: tiles of tokens that
-    share weight rows through the cache.
+    share weight rows through the cache. `early`: programs come before the kernel in front has ended
+    and ask for their weights (9.0 and newer).
     """
 
     m: int
@@ -28,6 +29,7 @@ class GroupTile:
     each: int = 2
     tma: bool = False
     group: int = 32
+    early: bool = False
 
     def shared_bytes(self) -> int:
         """Upper estimate: buffers and one decoded tile, or the sums' way to memory."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from metainfer.ops.triton_e4m3 import e4m3_wide
-from metainfer.ops.triton_parts import block_scale, finish
+from metainfer.ops.triton_parts import block_scale, come_early, finish
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -23,7 +23,7 @@ def group_kernel(
     o, w, scales, out, parts, counters, rows, N, scale_stride,
     K: tl.constexpr, R: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, E8M0: tl.constexpr, TMA: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of BN rows and M tokens, part of K): o [rows, N / R K], w [N, K] -> [rows, N].
 
@@ -47,6 +47,9 @@ def group_kernel(
     w_at = n.to(tl.int64)[:, None] * K + first + k[None, :]
     row_scale = (tile_n * BN // 128) * scale_stride + first // 128
     ahead = block_scale(scales, row_scale, E8M0)
+    if EARLY:
+        lines = tl.arange(0, BK * (STEPS & -STEPS) // 128)
+        come_early(w + n.to(tl.int64)[:, None] * K + first + lines[None, :] * 128)
     acc = tl.zeros([BN, M], tl.float32)
     for step in range(STEPS):
         scale = ahead  # the next one is on its way while this block is multiplied
