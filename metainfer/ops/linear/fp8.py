@@ -159,7 +159,7 @@ def linear(
     x: Tensor,
     weight: PackedWeight,
     *,
-    stream_tile: Mapping[str, int] | None = None,
+    stream_tile: Mapping[str, Any] | None = None,
     chunk_tile: Mapping[str, Any] | None = None,
     wide: bool = False,
 ) -> Tensor:
