@@ -189,6 +189,14 @@ def started(args: argparse.Namespace, report: dict[str, Any]) -> Engine:
     plan = engine.resolved.plan
     report["bundle"] = dict(plan.bundle)
     report["ops"] = {key: op.impl for key, op in plan.ops.items()}
+    report["disproven"] = {
+        f"{choice.request.op}/{loser.impl}": [reason.message for reason in loser.reasons]
+        for choice in engine.resolved.selection.bundle.choices
+        for loser in choice.rejected
+        if any(reason.code == "disproven" for reason in loser.reasons)
+    }
+    for name, reasons in report["disproven"].items():
+        print(f"{name}: {'; '.join(reasons)[:400]}")
     report["graphs_planned"] = [f"{g.phase} {g.tokens}/{g.runs}" for g in plan.graphs]
     report["not_captured"] = [
         loser.value for d in plan.decisions if d.key == "graph_buckets" for loser in d.losers
