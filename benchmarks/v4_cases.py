@@ -438,7 +438,7 @@ def _attention(
     tiles: list[AttnTile | HopperTile] = []
     if sweep and form.scale != "none" and rows <= 32:
         tiles = [WGMMA_SCALED, AttnTile(64, 32, 8, 5), AttnTile(16, 32, 4, 3), SMALL_SCALED]
-        tiles += [AttnTile(16, 16, 8, 5)]
+        tiles += [AttnTile(32, 16, 8, 3)]
     elif sweep and form.scale == "none":
         tiles = [SMALL, FEW, AttnTile(16, 32, 4, 2), HOPPER]
         if rows > 32:

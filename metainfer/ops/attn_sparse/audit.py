@@ -62,8 +62,6 @@ def _sparse(
         stages=tile.stages,
         shape=SHAPE,
         mma="wgmma" if targets == ON_HOPPER and not few else "mma.sync",
-        spill_bytes=4096 if scaled else 0,
-        why="decoded keys pass through registers" if scaled else "",
         targets=targets,
     )
 
