@@ -27,6 +27,9 @@ class Value(Tensor):
 
     type = SimpleNamespace(layout=None)
 
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:  # type: ignore[override]
+        return value(self.view(dtype) if bitcast else super().to(dtype))
+
 
 def value(x: Any) -> Value:
     return torch.as_tensor(x).as_subclass(Value)
@@ -51,9 +54,10 @@ class Pointer:
         found[mask] = self.data[at[mask]]
         return value(found)
 
-    def write(self, x: Any) -> None:
-        at = torch.as_tensor(self.at)
-        self.data[at] = torch.as_tensor(x).to(self.data.dtype).expand(at.shape).as_subclass(Tensor)
+    def write(self, x: Any, mask: Any = True) -> None:
+        x = torch.as_tensor(x).to(self.data.dtype).as_subclass(Tensor)
+        at, x, mask = torch.broadcast_tensors(torch.as_tensor(self.at), x, torch.as_tensor(mask))
+        self.data[at[mask]] = x[mask]
 
 
 class Memory:
@@ -158,15 +162,18 @@ def _language(machine: Machine) -> ModuleType:
     anything = lambda *args, **more: None  # noqa: E731
     for name in (
         "NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "NVMMASharedLayout", "barrier",
+        "DotOperandLayout",
     ):  # fmt: skip
         setattr(gl, name, anything)
     functions: dict[str, Any] = {
         "int32": torch.int32, "int64": torch.int64, "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
         "program_id": lambda axis: value(machine.ids[axis]),
         "num_programs": lambda axis: value(machine.grid[axis]),
         "load": lambda p, mask=None, other=None: p.read(mask, other),
-        "store": lambda p, x: p.write(x),
+        "store": lambda p, x, mask=True: p.write(x, mask),
         "arange": lambda low, high, layout=None: value(torch.arange(low, high)),
+        "zeros_like": torch.zeros_like,
         "zeros": lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
         "full": lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)),
         "minimum": lambda a, b: value(torch.minimum(torch.as_tensor(a), torch.as_tensor(b))),
@@ -223,7 +230,9 @@ def loaded(path: Path) -> ModuleType:
     ampere = ModuleType("ampere")
     language = _language(machine)
     gluon.__dict__.update(jit=jit, language=language)
-    ampere.__dict__.update(async_copy=copies)
+    ampere.__dict__.update(
+        async_copy=copies, mma_v2=lambda a, b, add: add + a.to(add.dtype) @ b.to(add.dtype)
+    )
     root = "triton.experimental.gluon"
     modules = {
         "triton": ModuleType("triton"), "triton.experimental": ModuleType("triton.experimental"),

@@ -1,0 +1,81 @@
+"""The step of the hyper-connections for bfloat16 on the host, against the references in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from gluon_model import loaded, value
+from torch import Tensor
+
+from metainfer.ops.case import errors
+from metainfer.ops.hyper import tiles
+from metainfer.ops.hyper.ref import hyper_mix
+from metainfer.ops.hyper.tiles import LONG, SHORT, Tile, product_lanes
+
+KERNELS = loaded(Path(tiles.__file__).with_name("triton_direct.py"))
+BF16 = torch.bfloat16
+
+
+def _step(
+    rows: int, n: int, d: int, splits: int, tile: Tile, *, mix: bool, numbers: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(mixed, their truth, the sums of the parts, their truth) of one launch on poisoned memory."""
+    g = torch.Generator().manual_seed(7)
+    numbers = numbers or (n + 2) * n
+    streams = torch.randn(rows, n, d, generator=g).to(BF16)
+    y = torch.randn(rows, d + 3, generator=g).to(BF16)  # its rows are wider than the streams'
+    post, comb = torch.rand(rows, n, generator=g) * 2, torch.rand(rows, n, n, generator=g)
+    fn = torch.randn(numbers, n * d, generator=g)
+    lanes = product_lanes(numbers)
+    mixed = torch.full_like(streams, torch.nan)
+    parts = torch.full((splits, rows, lanes), torch.nan)
+    steps = math.ceil(math.ceil(d / tile.d) / splits)
+    KERNELS.step_kernel[(math.ceil(rows / tile.m), splits)](
+        streams, y, post, comb, mixed, fn, parts, rows, splits, steps, d + 3, n, d, numbers, lanes,
+        tile.m, tile.d, mix, tile.down, tile.across, False,
+    )  # fmt: skip
+    truth = hyper_mix(*(a.double() for a in (streams, y[:, :d], post, comb)))
+    seen = (mixed if mix else streams).double().flatten(1)
+    assert mix or mixed.isnan().all()
+    assert not parts.isnan().any()
+    want = torch.cat((seen @ fn.double().T, seen.square().sum(1, keepdim=True)), 1)
+    return mixed, truth, parts.sum(0)[:, : numbers + 1], want
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "d", "splits", "tile"),
+    [
+        (1, 4, 33, 1, SHORT),
+        (17, 4, 96, 2, SHORT),
+        (5, 3, 70, 3, SHORT),
+        (66, 4, 64, 1, LONG),
+        (3, 2, 17, 1, LONG),
+        (2, 1, 40, 2, SHORT),
+    ],
+)
+def test_step_mixes_and_multiplies_what_it_wrote(
+    rows: int, n: int, d: int, splits: int, tile: Tile
+) -> None:
+    mixed, truth, sums, want = _step(rows, n, d, splits, tile, mix=True)
+    assert max(errors(mixed, truth)) < 2**-8  # rounded once
+    assert max(errors(sums, want)) < 4e-7
+
+
+@pytest.mark.parametrize("tile", [SHORT, LONG])
+@pytest.mark.parametrize("numbers", [24, 4])
+def test_step_takes_streams_as_they_are(tile: Tile, numbers: int) -> None:
+    _, _, sums, want = _step(19, 4, 70, 2, tile, mix=False, numbers=numbers)
+    assert max(errors(sums, want)) < 4e-7
+
+
+def test_weights_are_three_parts_that_bfloat16_holds_and_lose_nothing() -> None:
+    g = torch.Generator().manual_seed(3)
+    sizes = torch.exp2(torch.randint(-90, 90, (1 << 12,), generator=g))
+    x = torch.randn(1 << 12, generator=g) * sizes
+    x[:4] = torch.tensor([0.0, -0.0, 1 + 2.0**-23, -(2 - 2.0**-23)])
+    parts = KERNELS._in_three(value(x))
+    assert all(part.dtype == BF16 for part in parts)
+    assert torch.equal(sum(part.double() for part in parts), x.double())
