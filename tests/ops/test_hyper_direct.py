@@ -79,3 +79,23 @@ def test_weights_are_three_parts_that_bfloat16_holds_and_lose_nothing() -> None:
     parts = KERNELS._in_three(value(x))
     assert all(part.dtype == BF16 for part in parts)
     assert torch.equal(sum(part.double() for part in parts), x.double())
+
+
+def _toward_zero(x: Tensor) -> Tensor:
+    near = x.float()
+    over = near.double().abs() > x.abs()
+    return torch.where(over, torch.nextafter(near, torch.zeros_like(near)), near)
+
+
+def _cutting_unit(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    """16 products at a time are added to the sum, which is cut where IEEE rounds."""
+    for k in range(0, a.shape[1], 16):
+        total = _toward_zero(total.double() + a[:, k : k + 16].double() @ b[k : k + 16].double())
+    return total
+
+
+def test_cut_sums_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's 8,192 products in one part: chains of the unit's cut sums stay short."""
+    monkeypatch.setattr(KERNELS, "mma_v2", _cutting_unit)
+    _, _, sums, want = _step(2, 4, 2048, 1, SHORT, mix=False)
+    assert errors(sums[:, :24], want[:, :24])[0] < 1e-6
