@@ -61,11 +61,11 @@ def run_chunk_parts() -> float:
 
 
 def run_quantise_many() -> float:
-    """As many tokens as make programs of several blocks: K of 1, 2 and 4 blocks, rows to spare;
+    """As many tokens as make programs of several blocks: K of 1, 2 and 8 blocks, rows to spare;
     in the order that packed FP4 unpacks to, and not."""
     worst, place = 0.0, torch.arange(128)
     order = place // 4 % 4 * 32 + place // 16 * 4 + place % 4
-    for k, mixed in ((128, True), (256, False), (512, True)):
+    for k, mixed in ((128, True), (256, False), (1024, True)):
         x = activation_fp8(normal(G, 1027, k).float())
         with poisoned():
             q, scales = quantise(x, mixed=mixed)
