@@ -263,12 +263,10 @@ COMPRESSORS = (
 
 def compressed(sweep: bool) -> Iterator[Work]:
     for name, form, ratio, overlap in COMPRESSORS:
-        tiles: list[CompressTile | None] = [None]
-        if sweep and ratio == 128:
-            tiles += [CompressTile(32, 128, 4), CompressTile(64, 128, 8), CompressTile(32, 64, 4)]
-            tiles += [CompressTile(32, 128, 8), CompressTile(16, 64, 4)]
+        others = (CompressTile(32, 128, 4), CompressTile(64, 128, 8), CompressTile(32, 64, 4))
         for sequences, queries in ((1, 1), (32, 1), (128, 1), (1, 8192)):
-            for tile in tiles:
+            tried = sweep and ratio == 128 and sequences != 32
+            for tile in (None, *(others if tried else ())):
                 yield _compressor(name, form, ratio, overlap, sequences, queries, tile)
 
 

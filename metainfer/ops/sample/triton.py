@@ -78,10 +78,16 @@ def filters(top_k, top_p, row, vocab, has_k, has_p):
 
 
 @triton.jit
-def tempered(logits, row, stride, i, vocab, best, heat, LANES: tl.constexpr):
-    """(logit - best) / temperature of the ids i [LANES], -inf beyond the vocabulary."""
+def logits_at(logits, row, stride, i, vocab):
+    """float32 logits of the ids i, -inf beyond the vocabulary."""
     x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf"))
-    return tl.div_rn(x.to(tl.float32) - best, tl.zeros([LANES], tl.float32) + heat)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def tempered(x, best, heat, LANES: tl.constexpr):
+    """(x - best) / temperature of logits x [LANES], correctly rounded."""
+    return tl.div_rn(x - best, tl.zeros([LANES], tl.float32) + heat)
 
 
 @triton.jit
@@ -123,6 +129,8 @@ def weigh_kernel(
     the part's weight, `counts`: its logits per bin (rows with a filter; with top-k no weight)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
+    i = part * PART + tl.arange(0, PART)
+    x = logits_at(logits, row, stride, i, vocab)  # on their way while the best is found
     heat = tl.load(temperature + row)
     value, token, broken = _best(keys, row, vocab, parts, PARTS)
     draws = (heat > 0.0) & (not broken)
@@ -132,8 +140,7 @@ def weigh_kernel(
         tl.store(tokens + row, tl.where(broken, 0, token))
     if draws:
         k, p = filters(top_k, top_p, row, vocab, has_k, has_p)
-        i = part * PART + tl.arange(0, PART)
-        hot = tempered(logits, row, stride, i, vocab, value, heat, PART)
+        hot = tempered(x, value, heat, PART)
         place = row * parts + part
         if k == 0:
             least = least_of(min_p, row, has_min)
@@ -180,7 +187,8 @@ def _invert(
     part = tl.where(part == PARTS, tl.max(tl.where(held > 0.0, p, 0), axis=0), part)
     before = tl.sum(tl.where(p < part, held, 0.0), axis=0)
     i = part * PART + tl.arange(0, PART)
-    weight = _weights(tempered(logits, row, stride, i, vocab, best, heat, PART), least)
+    x = logits_at(logits, row, stride, i, vocab)
+    weight = _weights(tempered(x, best, heat, PART), least)
     over = (before + tl.cumsum(weight, axis=0) > point) & (weight > 0.0)
     token = tl.min(tl.where(over, i, vocab), axis=0)
     return tl.where(token == vocab, tl.max(tl.where(weight > 0.0, i, 0), axis=0), token)

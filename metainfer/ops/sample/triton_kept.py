@@ -18,6 +18,7 @@ from metainfer.ops.sample.triton import (
     bin_of,
     filters,
     least_of,
+    logits_at,
     ordered,
     tempered,
     uniform,
@@ -36,7 +37,8 @@ def gather_kernel(
     if limit >= 0:
         i = part * PART + tl.arange(0, PART)
         heat = tl.load(temperature + row)
-        hot = tempered(logits, row, stride, i, vocab, tl.load(best + row), heat, PART)
+        x = logits_at(logits, row, stride, i, vocab)
+        hot = tempered(x, tl.load(best + row), heat, PART)
         inside = (i < vocab) & (bin_of(hot, BINS) <= limit)
         first = tl.load(offsets + row * (tl.num_programs(1) + 1) + part)
         place = row * vocab + first + tl.cumsum(inside.to(tl.int32), axis=0) - 1
