@@ -12,8 +12,6 @@ from metainfer.ops.declare import (
     FLOAT32,
     HALVES,
     ON_CPU,
-    ON_EITHER,
-    PLAIN,
     RECIPE,
     STORED,
     TRITON,
@@ -109,18 +107,9 @@ IMPLS = (
     portable(
         "out_group",
         "out_group.torch_group:out_group_stored",
-        name="library",
-        conditions=(ON_EITHER, weight_schemes(*sorted(PLAIN))),
-        requires_layout=STORED,
-        cost=_library,
-    ),
-    portable(
-        "out_group",
-        "out_group.torch_group:out_group_stored",
         name="recipe",
         conditions=RECIPE,
         requires_layout=STORED,
-        graph_safe=False,  # tables of the decoders are made at the first call
         # widened on the way (seed: 16 more bytes of an element move)
         cost=roofline(
             _traffic(lambda c: _stored(c) + 16),
