@@ -87,34 +87,40 @@ def clamps_the_gate_below(both: Tensor, limit: float) -> Tensor:
     return swiglu(both.clamp(-limit, limit) if limit else both)
 
 
-def weighs_after(x: Tensor, ids: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def weighs_after(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: PackedWeight, w2: PackedWeight, *shared: Tensor,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """One choice at a time, weighted after w2: other roundings of the hidden activation."""
     total = torch.zeros_like(x, dtype=torch.float64)
     for slot in range(ids.shape[1]):
         one = ids[:, slot : slot + 1]
         unit = torch.ones_like(weights[:, :1])
-        part = torch_experts.recipe(x.double(), one, unit, *args, **kwargs)
+        part = torch_experts.recipe(x.double(), one, unit, w13, w2, **kwargs)
         total += part * weights[:, slot : slot + 1]
-    return total.to(x.dtype)
+    return sum(shared, total.to(x.dtype))
 
 
 def takes_minus_one_for_the_last(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: PackedWeight, w2: PackedWeight, **kwargs: Any
-) -> Tensor:
+    x: Tensor, ids: Tensor, weights: Tensor, w13: PackedWeight, w2: PackedWeight, *shared: Tensor,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
     last = w2.shape[0] // w13.shape[1] - 1
     ids = torch.where(ids < 0, last, ids)
-    return torch_experts.recipe(x, ids, weights, w13, w2, **kwargs)
+    return torch_experts.recipe(x, ids, weights, w13, w2, *shared, **kwargs)
 
 
 def swaps_gate_and_up(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: PackedWeight, w2: PackedWeight, **kwargs: Any
-) -> Tensor:
+    x: Tensor, ids: Tensor, weights: Tensor, w13: PackedWeight, w2: PackedWeight, *shared: Tensor,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
     order = torch.arange(len(w13.parts)).view(-1, 2).flip(1).flatten()
     data = {
         key: held.unflatten(0, (len(w13.parts), -1))[order].flatten(0, 1)
         for key, held in w13.data.items()
     }
-    return torch_experts.recipe(x, ids, weights, dataclasses.replace(w13, data=data), w2, **kwargs)
+    swapped = dataclasses.replace(w13, data=data)
+    return torch_experts.recipe(x, ids, weights, swapped, w2, *shared, **kwargs)
 
 
 FAULTS: list[tuple[str, Callable[..., Any], str]] = [
@@ -159,7 +165,7 @@ def test_hidden_activations_of_cases_are_off_the_middles(seed: int) -> None:
 
     cases = op_cases("moe_experts").CASES["moe_experts"](seed)
     for case, sizes in zip(cases, SIZES, strict=True):
-        x, ids, weights, up, down = case.args
+        x, ids, weights, up, down = case.args[:5]
         if sizes.scheme in FORMATS:
             assert isinstance(up, Weight)
             assert _steady(x, ids, weights, up.raws, down.raws, sizes), case.name

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 CHILD = Path(__file__).with_name("triton_v4_child.py")
 RUNS = (
     "stream", "stream-splits", "chunk", "quantise", "quantise-nan", "plan", "sorted-plan",
-    "sorted-bounds",
+    "sorted-bounds", "combine",
     "experts-hidden", "experts-forms", "prepare", "attention", "attention-splits",
     "decoded-pages", "decoded-attention", "e4m3", "quantise-wide", "linear-wide", "experts-wide",
 )  # fmt: skip

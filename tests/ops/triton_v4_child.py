@@ -40,6 +40,7 @@ from metainfer.ops.linear.tiles import ChunkTile, StreamTile
 from metainfer.ops.moe_experts import mxfp4
 from metainfer.ops.moe_experts.plan import planned, sorted_bounds, sorted_plan
 from metainfer.ops.moe_experts.tiles import Tile
+from metainfer.ops.moe_experts.triton_combine import combine_kernel
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
 from metainfer.ops.triton_e4m3 import e4m3_rounded, e4m3_values
 
@@ -222,6 +223,23 @@ def run_sorted_bounds() -> float:
     return float(wrong)
 
 
+def run_combine() -> float:
+    """Choices in their order, nobody's left out, rounded before the shared expert is added."""
+    ids, (d, block) = choose(7, 3, 5), (200, 128)
+    y, shared = rough(21, d), rough(7, d).half()
+    wrong = 0
+    for beside in (None, shared):
+        with poisoned():
+            out = torch.empty(7, d, dtype=torch.float16)
+        combine_kernel[(7, 2)](y, ids, beside, out, d, 3, block, beside is not None)
+        total = torch.zeros(7, d)
+        for j in range(3):
+            total += torch.where((ids[:, j] >= 0)[:, None], y[j::3], 0.0)
+        truth = total.half() if beside is None else total.half() + beside
+        wrong += int((out != truth).sum())
+    return float(wrong)
+
+
 E, D, WIDTH, LIMIT = 4, 256, 128, 1.0
 
 
@@ -385,6 +403,7 @@ RUNS: dict[str, Callable[[], float]] = {
     "plan": run_plan,
     "sorted-plan": run_sorted_plan,
     "sorted-bounds": run_sorted_bounds,
+    "combine": run_combine,
     "experts-hidden": run_experts_hidden,
     "experts-forms": run_experts_forms,
     "e4m3": run_e4m3,

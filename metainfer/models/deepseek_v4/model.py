@@ -295,9 +295,12 @@ class DeepSeekV4Model:
             x, ids, weights = (ranks.domains.rows(part) for part in (x, ids, weights))
         if ranks.expert.size > 1:
             ids = self._held(ids)
-        routed: Tensor = ops.moe_experts(x, ids, weights, layer.w13, layer.w2, limit=arch.limit)
-        if ranks.domains.size == 1:
-            return ranks.tensor.sum(routed + shared[0])
+        beside = shared[0] if ranks.domains.size == 1 else None
+        routed: Tensor = ops.moe_experts(
+            x, ids, weights, layer.w13, layer.w2, beside, limit=arch.limit
+        )
+        if beside is not None:
+            return ranks.tensor.sum(routed)
         return self._own(routed) + self._sum(shared)
 
     def _held(self, ids: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from metainfer.ops.common import wide
 from metainfer.ops.linear.cases import scale_mistakes, stored
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.rounding import activation_group, round_activations
-from metainfer.ops.moe_experts.ref import moe_experts, moe_experts_rounded
+from metainfer.ops.moe_experts.ref import moe_experts, moe_experts_rounded, with_shared
 
 NAN = float("nan")
 TRIES = 200
@@ -44,10 +44,11 @@ class Sizes:
     padding: int = 0  # rows without an expert
     scheme: str = "F32"
     tiny: bool = True  # some channels are far smaller than others
+    shared: bool = False  # with what the shared expert gives
 
     @property
     def name(self) -> str:
-        tail = f"-limit{self.limit:g}" if self.limit else ""
+        tail = (f"-limit{self.limit:g}" if self.limit else "") + "-shared" * self.shared
         return f"{self.scheme}-{self.rows}x{self.d}x{self.f}-{self.k}of{self.e}{tail}"
 
 
@@ -55,13 +56,13 @@ SIZES = (
     Sizes(0, 4, 2, 16, 8, 10.0),
     Sizes(1, 1, 1, 1, 1),
     Sizes(5, 8, 2, 33, 17, 2.0, idle=5),
-    Sizes(9, 6, 6, 24, 40),
-    Sizes(30, 7, 3, 32, 16, 1.0, idle=1, padding=4),
+    Sizes(9, 6, 6, 24, 40, shared=True),
+    Sizes(30, 7, 3, 32, 16, 1.0, idle=1, padding=4, shared=True),
     Sizes(3, 16, 6, 64, 32, 10.0, idle=8, padding=3),
     Sizes(0, 3, 2, 64, 32, 10.0, scheme="mxfp4"),
     Sizes(1, 5, 3, 128, 64, 10.0, idle=2, scheme="mxfp4"),
-    Sizes(4, 4, 2, 160, 40, 1.0, idle=1, padding=1, scheme="mxfp4"),
-    Sizes(2, 3, 2, 1024, 1024, 1.0, idle=1, padding=1, scheme="mxfp4", tiny=False),
+    Sizes(4, 4, 2, 160, 40, 1.0, idle=1, padding=1, scheme="mxfp4", shared=True),
+    Sizes(2, 3, 2, 1024, 1024, 1.0, idle=1, padding=1, scheme="mxfp4", tiny=False, shared=True),
     Sizes(1, 2, 1, 512, 512, 10.0, idle=1, scheme="mxfp4"),
     Sizes(3, 3, 2, 48, 48, 10.0, scheme="nvfp4"),
     Sizes(2, 2, 1, 64, 32, scheme="nvfp4_compressed"),
@@ -82,10 +83,11 @@ def _case(g: torch.Generator, s: Sizes) -> Case:
         x, ids, weights, up, down = _drawn(g, s)
         if s.scheme not in FORMATS or _steady(x, ids, weights, up, down, s):
             break
+    shared = (normal(g, s.rows, s.d),) if s.shared else ()
     return Case(
         op="moe_experts",
         name=s.name,
-        args=(x, ids, weights, Weight(up, role="experts"), Weight(down, role="experts")),
+        args=(x, ids, weights, Weight(up, role="experts"), Weight(down, role="experts"), *shared),
         kwargs={"limit": s.limit},
         shape={"rows": s.rows, "d": s.d, "f": s.f, "e": s.e, "top_k": s.k},
         semantics=frozenset({"clamp"} if s.limit else ()),
@@ -154,11 +156,12 @@ def recipe(
     weights: Tensor,
     w13: PackedWeight,
     w2: PackedWeight,
+    shared: Tensor | None = None,
     *,
     limit: float = 0.0,
 ) -> Tensor:
     """The published code: products in the dtype, float32 between, weighted and rounded for w2."""
-    return _recipe(x, ids, weights, w13, w2, limit, 0)
+    return with_shared(_recipe(x, ids, weights, w13, w2, limit, 0), shared)
 
 
 def rounded_recipe(
@@ -167,12 +170,14 @@ def rounded_recipe(
     weights: Tensor,
     w13: PackedWeight,
     w2: PackedWeight,
+    shared: Tensor | None = None,
     *,
     limit: float = 0.0,
 ) -> Tensor:
     """The published code on block-scaled experts: e4m3 activations, results in the dtype."""
     assert w13.format is not None
-    return _recipe(x, ids, weights, w13, w2, limit, activation_group(w13.format))
+    group = activation_group(w13.format)
+    return with_shared(_recipe(x, ids, weights, w13, w2, limit, group), shared)
 
 
 def _recipe(
@@ -224,10 +229,11 @@ def _up_first(
     weights: Tensor,
     w13: PackedWeight,
     w2: PackedWeight,
+    shared: Tensor | None = None,
     *,
     limit: float = 0.0,
 ) -> Tensor:
-    return moe_experts(x, ids, weights, _with_up_first(w13, w2), w2, limit=limit)
+    return moe_experts(x, ids, weights, _with_up_first(w13, w2), w2, shared, limit=limit)
 
 
 def _scaled_twice(

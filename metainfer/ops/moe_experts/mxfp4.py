@@ -75,6 +75,7 @@ def experts(
     routes: Tensor,
     up: Mx,
     down: Mx,
+    shared: Tensor | None = None,
     *,
     experts: int,
     limit: float = 0.0,
@@ -99,7 +100,9 @@ def experts(
         form = _stream if few else _chunk
         y = form(x, ids, routes, up, down, limit, experts, f, tile, wide)
     block = 1024
-    combine_kernel[(tokens, triton.cdiv(d, block))](y, ids, out, d, top, block, num_warps=4)
+    combine_kernel[(tokens, triton.cdiv(d, block))](
+        y, ids, shared, out, d, top, block, shared is not None, num_warps=4
+    )
     return out
 
 
@@ -224,16 +227,17 @@ def wgmma(
     weights: Tensor,
     w13: PackedWeight,
     w2: PackedWeight,
+    shared: Tensor | None = None,
     *,
     limit: float = 0.0,
 ) -> Tensor:
     """See `ref.moe_experts_rounded`; ``experts-stored@1`` in MXFP4, on Hopper."""
     up, down = _packed(w13), _packed(w2)
     if not (up.eight and down.eight):
-        return _call(x, ids, weights, up, down, w2, limit, None)
+        return _call(x, ids, weights, up, down, w2, shared, limit, None)
     count = len(w2.parts)
     tile = wgmma_for(ids.numel(), count)
-    return _call(x, ids, weights, up, down, w2, limit, tile)
+    return _call(x, ids, weights, up, down, w2, shared, limit, tile)
 
 
 def portable(
@@ -242,11 +246,12 @@ def portable(
     weights: Tensor,
     w13: PackedWeight,
     w2: PackedWeight,
+    shared: Tensor | None = None,
     *,
     limit: float = 0.0,
 ) -> Tensor:
     """See `ref.moe_experts_rounded`; ``experts-stored@1`` in MXFP4, any card with e4m3."""
-    return _call(x, ids, weights, _packed(w13), _packed(w2), w2, limit, None)
+    return _call(x, ids, weights, _packed(w13), _packed(w2), w2, shared, limit, None)
 
 
 def wide(
@@ -255,17 +260,20 @@ def wide(
     weights: Tensor,
     w13: PackedWeight,
     w2: PackedWeight,
+    shared: Tensor | None = None,
     *,
     limit: float = 0.0,
 ) -> Tensor:
     """`portable` with products in bfloat16, for cards without e4m3 instructions."""
-    return _call(x, ids, weights, _packed(w13), _packed(w2), w2, limit, None, wide=True)
+    return _call(x, ids, weights, _packed(w13), _packed(w2), w2, shared, limit, None, wide=True)
 
 
 def _call(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Mx, down: Mx, w2: PackedWeight, limit: float,
-    tile: WgmmaTile | None, *, wide: bool = False,
+    x: Tensor, ids: Tensor, weights: Tensor, up: Mx, down: Mx, w2: PackedWeight,
+    shared: Tensor | None, limit: float, tile: WgmmaTile | None, *, wide: bool = False,
 ) -> Tensor:  # fmt: skip
     ids, weights = ids.contiguous(), weights.float().contiguous()
-    count = len(w2.parts)
-    return experts(x, ids, weights, up, down, experts=count, limit=limit, tile=tile, wide=wide)
+    shared = None if shared is None else shared.contiguous()
+    return experts(
+        x, ids, weights, up, down, shared, experts=len(w2.parts), limit=limit, tile=tile, wide=wide
+    )

@@ -19,6 +19,7 @@ def moe_experts(
     weights: Tensor,
     w13: PackedWeight,
     w2: PackedWeight,
+    shared: Tensor | None = None,
     *,
     limit: float = 0.0,
 ) -> Tensor:
@@ -26,9 +27,9 @@ def moe_experts(
 
     x [T, D]; ids [T, k] int32, -1 for none; weights [T, k] float32; w13 ``experts-dense@1``
     [E 2F, D], gate rows of an expert before its up rows; w2 [E D, F]. Experts without a token are
-    not touched.
+    not touched. `shared` [T, D], what the shared expert gives, is added to the rounded sum.
     """
-    return _experts(x, ids, weights, w13, w2, limit, lambda rows: rows)
+    return with_shared(_experts(x, ids, weights, w13, w2, limit, lambda rows: rows), shared)
 
 
 def moe_experts_rounded(
@@ -37,6 +38,7 @@ def moe_experts_rounded(
     weights: Tensor,
     w13: PackedWeight,
     w2: PackedWeight,
+    shared: Tensor | None = None,
     *,
     limit: float = 0.0,
 ) -> Tensor:
@@ -44,7 +46,13 @@ def moe_experts_rounded(
     e4m3 first, x and the weighted hidden activation alike."""
     assert w13.format is not None
     group = activation_group(w13.format)
-    return _experts(x, ids, weights, w13, w2, limit, lambda rows: round_activations(rows, group))
+    routed = _experts(x, ids, weights, w13, w2, limit, lambda rows: round_activations(rows, group))
+    return with_shared(routed, shared)
+
+
+def with_shared(routed: Tensor, shared: Tensor | None) -> Tensor:
+    """``routed + shared`` in their dtype, or `routed` where there is none."""
+    return routed if shared is None else routed + shared
 
 
 def _experts(

@@ -17,6 +17,7 @@ from metainfer.ops.common import wide
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.rounding import activation_group, round_activations
 from metainfer.ops.linear.stored import part
+from metainfer.ops.moe_experts.ref import with_shared
 
 Product = Callable[[Tensor, int], Tensor]
 
@@ -27,6 +28,7 @@ def dense(
     weights: Tensor,
     w13: PackedWeight,
     w2: PackedWeight,
+    shared: Tensor | None = None,
     *,
     limit: float = 0.0,
 ) -> Tensor:
@@ -41,7 +43,7 @@ def dense(
     def down(hidden: Tensor, expert: int) -> Tensor:
         return wide(F.linear(hidden.to(x.dtype), down_rows[expert]))
 
-    return _experts(x, x, ids, weights, up, down, limit)
+    return with_shared(_experts(x, x, ids, weights, up, down, limit), shared)
 
 
 def static(
@@ -50,6 +52,7 @@ def static(
     weights: Tensor,
     w13: PackedWeight,
     w2: PackedWeight,
+    shared: Tensor | None = None,
     *,
     limit: float = 0.0,
 ) -> Tensor:
@@ -65,7 +68,7 @@ def static(
         hidden = swiglu_clamp(wide(F.linear(x, up)), limit).mul_(each)
         found = wide(F.linear(hidden.to(x.dtype), down))
         out += found.masked_fill_(~chosen.any(dim=1, keepdim=True), 0.0)
-    return out.to(x.dtype)
+    return with_shared(out.to(x.dtype), shared)
 
 
 def recipe(
@@ -74,6 +77,7 @@ def recipe(
     weights: Tensor,
     w13: PackedWeight,
     w2: PackedWeight,
+    shared: Tensor | None = None,
     *,
     limit: float = 0.0,
 ) -> Tensor:
@@ -90,7 +94,8 @@ def recipe(
     def down(hidden: Tensor, expert: int) -> Tensor:
         return round_activations(hidden, group) @ part(w2, expert).to(kind).T
 
-    return _experts(x, round_activations(wide(x), group), ids, weights, up, down, limit)
+    entering = round_activations(wide(x), group)
+    return with_shared(_experts(x, entering, ids, weights, up, down, limit), shared)
 
 
 def _experts(
