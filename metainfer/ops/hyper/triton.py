@@ -157,6 +157,13 @@ def _row(comb, at, live, eps, J: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def _inverse(x):
+    """1 / x of x > 0 within three units in the last place: two instructions, no case apart."""
+    root = tl.rsqrt(x)
+    return root * root
+
+
+@triton.jit
 def _divisor(before, k0, k1, k2, k3, s0, s1, s2, s3, eps, J: tl.constexpr, N: tl.constexpr):
     """``sum_i k_i s_i + eps before``: what row or column J is divided by once its sums are 1."""
     found = before
@@ -169,7 +176,7 @@ def _divisor(before, k0, k1, k2, k3, s0, s1, s2, s3, eps, J: tl.constexpr, N: tl
 def _put_row(comb, at, live, k0, k1, k2, k3, s0, s1, s2, s3, a, J: tl.constexpr, N: tl.constexpr):
     if J < N:
         cell = comb + at + J * N
-        u = 1.0 / a
+        u = _inverse(a)
         tl.store(cell, k0 * u * s0, mask=live)
         if N > 1:
             tl.store(cell + 1, k1 * u * s1, mask=live)
@@ -198,17 +205,17 @@ def _sinkhorn(comb, at, live, eps, iters, N: tl.constexpr):
     b2 = _divisor(a0, k02, k12, k22, k32, a0, a1, a2, a3, eps, 2, N)
     b3 = _divisor(a0, k03, k13, k23, k33, a0, a1, a2, a3, eps, 3, N)
     for _ in range(iters - 1):
-        s0, s1, s2, s3 = 1.0 / b0, 1.0 / b1, 1.0 / b2, 1.0 / b3
+        s0, s1, s2, s3 = _inverse(b0), _inverse(b1), _inverse(b2), _inverse(b3)
         a0 = _divisor(a0, k00, k01, k02, k03, s0, s1, s2, s3, eps, 0, N)
         a1 = _divisor(a1, k10, k11, k12, k13, s0, s1, s2, s3, eps, 1, N)
         a2 = _divisor(a2, k20, k21, k22, k23, s0, s1, s2, s3, eps, 2, N)
         a3 = _divisor(a3, k30, k31, k32, k33, s0, s1, s2, s3, eps, 3, N)
-        s0, s1, s2, s3 = 1.0 / a0, 1.0 / a1, 1.0 / a2, 1.0 / a3
+        s0, s1, s2, s3 = _inverse(a0), _inverse(a1), _inverse(a2), _inverse(a3)
         b0 = _divisor(b0, k00, k10, k20, k30, s0, s1, s2, s3, eps, 0, N)
         b1 = _divisor(b1, k01, k11, k21, k31, s0, s1, s2, s3, eps, 1, N)
         b2 = _divisor(b2, k02, k12, k22, k32, s0, s1, s2, s3, eps, 2, N)
         b3 = _divisor(b3, k03, k13, k23, k33, s0, s1, s2, s3, eps, 3, N)
-    s0, s1, s2, s3 = 1.0 / b0, 1.0 / b1, 1.0 / b2, 1.0 / b3
+    s0, s1, s2, s3 = _inverse(b0), _inverse(b1), _inverse(b2), _inverse(b3)
     tl.debug_barrier()  # all threads have read the logits before one writes
     _put_row(comb, at, live, k00, k01, k02, k03, s0, s1, s2, s3, a0, 0, N)
     _put_row(comb, at, live, k10, k11, k12, k13, s0, s1, s2, s3, a1, 1, N)
