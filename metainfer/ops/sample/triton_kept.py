@@ -16,6 +16,7 @@ import triton.language as tl
 from metainfer.ops.sample.triton import (
     LEAST,
     bin_of,
+    edge_of,
     filters,
     least_of,
     logits_at,
@@ -78,8 +79,14 @@ def _equal_up_to(numbers, count, border, equals, LANES: tl.constexpr):
 
 
 @triton.jit
-def _of_top_k(numbers, count, k, LANES: tl.constexpr):
-    """(border, limit) of the k highest of more than k."""
+def _edge(number):
+    """About the highest number of a bin, int64: a place to split at first."""
+    return ordered(edge_of(number).to(tl.float32)).to(tl.int64)
+
+
+@triton.jit
+def _of_top_k(numbers, count, k, last, LANES: tl.constexpr):
+    """(border, limit) of the k highest of more than k; the border is in the bin `last`."""
     top = tl.full([LANES], LEAST, tl.int32)
     bottom = tl.full([LANES], 0x7FFFFFFF, tl.int32)
     for first in range(0, count, LANES):
@@ -88,8 +95,8 @@ def _of_top_k(numbers, count, k, LANES: tl.constexpr):
         bottom = tl.minimum(bottom, tl.where(i < count, number, 0x7FFFFFFF))
     high, low = tl.max(top, axis=0).to(tl.int64), tl.min(bottom, axis=0).to(tl.int64)
     above = tl.full([], 0, tl.int64)  # as many are higher than `high`
+    middle = tl.minimum(tl.maximum(_edge(last), low + 1), high)
     while low < high:
-        middle = low + (high - low + 1) // 2
         found = tl.zeros([LANES], tl.int32)
         for first in range(0, count, LANES):
             number, i = _at(numbers, first, count, LANES)
@@ -101,19 +108,21 @@ def _of_top_k(numbers, count, k, LANES: tl.constexpr):
             low = middle
         else:
             high, above = middle - 1, reached
+        middle = low + (high - low + 1) // 2
     border = low.to(tl.int32)
     return border, _equal_up_to(numbers, count, border, k - above, LANES)
 
 
 @triton.jit
-def _of_top_p(numbers, weights, count, border, limit, mass, LANES: tl.constexpr):
+def _of_top_p(numbers, weights, count, border, limit, mass, last, LANES: tl.constexpr):
     """(border, limit) of the shortest run of best ids, out of the kept, whose weight reaches
-    `mass`; the best one is 0, the number of a quotient of 0, and stays."""
+    `mass`; the best one is 0, the number of a quotient of 0, and stays. The border is probably in
+    the bin `last` or soon above."""
     low, high = border.to(tl.int64), tl.full([], 0, tl.int64)
     over = tl.full([], 0.0, tl.float64)  # the weight of what is higher than `high`
+    middle, jump = tl.maximum(_edge(last), low), tl.full([], 1, tl.int32)
     while low < high:
-        middle = low + (high - low) // 2
-        split = middle.to(tl.int32)
+        split = tl.minimum(middle, high - 1).to(tl.int32)
         found = tl.zeros([LANES], tl.float64)
         below = tl.full([LANES], LEAST, tl.int32)
         above = tl.full([LANES], 0, tl.int32)
@@ -127,8 +136,14 @@ def _of_top_p(numbers, weights, count, border, limit, mass, LANES: tl.constexpr)
         if reached < mass:  # numbers between `below` and `split` do not occur
             high = tl.maximum(tl.max(below, axis=0).to(tl.int64), low)
             over = reached
+            last = tl.full([], -1, tl.int32)
         else:
             low = tl.min(above, axis=0).to(tl.int64)
+            last -= jump
+            jump *= 2
+        middle = low + (high - low) // 2
+        if last >= 0:
+            middle = tl.maximum(_edge(last), low)
     edge = high.to(tl.int32)
     needed = (mass - over) / tl.exp(value_of(edge).to(tl.float64))
     equals = tl.minimum(tl.maximum(needed, 1.0), count.to(tl.float64))
@@ -175,7 +190,8 @@ def choose_kernel(
 ):  # fmt: skip
     """Program (row): the drawn id of a row with top-k or top-p. `weights` is its workspace."""
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(limits + row) >= 0:
+    last = tl.load(limits + row)
+    if last >= 0:
         k, p = filters(top_k, top_p, row, vocab, has_k, has_p)
         numbers += row * vocab
         weights += row * vocab
@@ -186,7 +202,7 @@ def choose_kernel(
         tl.debug_barrier()
         border, limit = tl.full([], LEAST, tl.int32), count
         if (k > 0) & (k < count):
-            border, limit = _of_top_k(numbers, count, k, LANES)
+            border, limit = _of_top_k(numbers, count, k, last, LANES)
         if p < 1.0:
             if k > 0:
                 mass = _total(numbers, weights, count, border, limit, 0.0, LANES)
@@ -195,7 +211,7 @@ def choose_kernel(
                 held = tl.load(sums + row * parts + at, mask=at < parts, other=0.0)
                 mass = tl.sum(held, axis=0)
             mass = mass * p.to(tl.float64)
-            border, limit = _of_top_p(numbers, weights, count, border, limit, mass, LANES)
+            border, limit = _of_top_p(numbers, weights, count, border, limit, mass, last, LANES)
         least = least_of(min_p, row, has_min)
         total = _total(numbers, weights, count, border, limit, least, LANES)
         point = uniform(tl.load(seed + row), tl.load(index + row)) * total
