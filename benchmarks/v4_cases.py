@@ -286,13 +286,13 @@ def moe(sweep: bool) -> Iterator[Work]:
     some: list[AnyTile] = [WGMMA_STREAM]
     many: list[AnyTile] = [WGMMA_CHUNK, CHUNK]
     if sweep:
-        few += [PipelinedTile(64, 8, 8, 4, ring) for ring in (4, 8)]
-        few += [PipelinedTile(64, 8, 8, 4, wgmma=False)]
-        some += [PipelinedTile(64, m, 8, 4) for m in (8, 16)]
+        few += [WgmmaTile(64, 8, 4, 4, 2), WgmmaTile(64, 8, 4, 3, 4), PipelinedTile(64, 8, 8, 4, 8)]
+        few += [PipelinedTile(64, 8, 8, 4, ring, wgmma=False) for ring in (4, 8)]
+        some += [WgmmaTile(64, 8, 4, 4, 2), PipelinedTile(64, 8, 8, 4, 8, wgmma=False)]
         many += [
             PipelinedTile(128, 128, 64, 8), PipelinedTile(128, 128, 64, 8, persistent=True),
             PipelinedTile(128, 64, 64, 8), PipelinedTile(128, 64, 32, 8, persistent=True),
-            PipelinedTile(128, 64, 32, 8), PipelinedTile(256, 64, 64, 8),
+            PipelinedTile(128, 64, 32, 8), PipelinedTile(64, 64, 32, 4),
             PipelinedTile(128, 64, 64, 8, wgmma=False),
         ]  # fmt: skip
     for rows in (1, 8, 32):

@@ -24,6 +24,14 @@ from metainfer.ops.moe_experts.triton_wgmma import _barrier, _copy, _row
 
 _UNPACK = gl.constexpr(UNPACK_WORDS)
 _OPERANDS = gl.constexpr(OPERANDS_WORDS)
+_PINNED = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 t; lop3.b32 t, $4, $5, $6, 0x80; lop3.b32 t, t, $7, $8, 0x80; "
+    "lop3.b32 t, t, $9, $10, 0x80; lop3.b32 t, t, $11, $12, 0x80; lop3.b32 t, t, $13, $14, 0x80; "
+    "lop3.b32 t, t, $15, $16, 0x80; lop3.b32 t, t, $17, $18, 0x80; and.b32 t, t, $19; "
+    "setp.eq.u32 p, t, 0xffffffff; @p nanosleep.u32 0; "
+    "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
+)
+_SIXTEEN = gl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r")
 
 
 @gluon.jit
@@ -47,6 +55,14 @@ def _elements(four, left: gl.constexpr, BN: gl.constexpr):
         dtype=gl.int8, is_pure=True, pack=4,
     )  # fmt: skip
     return gl.convert_layout(x, left, assert_trivial=True).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def _pin(four):
+    """Keeps the unpacking where it is written, before the wait for the products beside it: the
+    assembler would move it behind. An instruction that stays in its place and never does anything
+    (no sixteen words of numbers have all bits set) reads all of it."""
+    gl.inline_asm_elementwise(_PINNED, _SIXTEEN, [four], dtype=gl.int8, is_pure=False, pack=16)
 
 
 @gluon.jit
@@ -219,6 +235,8 @@ def _block(
                     xs_live, (s + AHEAD) % 4 == 0,
                 )  # fmt: skip
             async_copy.commit_group()
+            if WGMMA:
+                _pin(a)
             scale = xs_ring.index(block // 4 % PLACES).slice(s % 4, 1, 1)
             scale = scale.permute((1, 0)).load(mma)
             if WGMMA:
@@ -319,6 +337,7 @@ def _piece(
             if s == 3:
                 ref = ref2
             a = _unpacked(w_ring[(s + 1) % 4].load(words), four, ref, pick, BN)
+            _pin(a)
             scale = xs_ring.index(turns % 2).slice(s, 1, 1).slice(0, HERE, 0)
             scale = scale.permute((1, 0)).load(mma)
             part = warpgroup_mma_wait(0, deps=[part])
