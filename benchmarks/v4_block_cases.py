@@ -60,24 +60,20 @@ TILES: dict[int, dict[str, Tile]] = {
     8: {
         "early": replace(SHORT, early=True),
         "64 splits": Tile(d=32, down=1, across=4, splits=64, programs=1),
-        "no warps across": Tile(d=32, down=1, across=1, splits=128, programs=1),
     },
     32: {
         "early": replace(SHORT, early=True),
-        "64 splits": Tile(d=32, down=1, across=4, splits=64, programs=1),
         "2 warps down": Tile(d=32, down=2, across=1, splits=64, programs=1),
         "2 down, 4 across": Tile(d=32, down=2, across=4, splits=128, programs=1),
     },
     128: {
         "early": replace(MIDDLE, early=True),
         "4 warps across": Tile(d=32, down=1, across=4, splits=32, programs=2),
-        "2 warps down": Tile(d=32, down=2, across=1, splits=64, programs=2),
         "32 splits": Tile(d=32, down=4, across=1, splits=32, programs=1),
         "2 down, 4 across": Tile(d=32, down=2, across=4, splits=64, programs=2),
     },
     8192: {
         "early": replace(LONG, early=True),
-        "1 warp down": Tile(d=32, down=1, across=1, splits=8, programs=32),
         "2 warps down": Tile(d=32, down=2, across=1, splits=8, programs=16),
         "8 warps down": Tile(d=32, down=8, across=1, splits=8, programs=8),
         "16 splits": Tile(d=32, down=4, across=1, splits=16, programs=32),
