@@ -32,6 +32,7 @@ from gpu_profile import kernel_shares, show
 from lane import consumer_class
 
 from metainfer.bench.conditions import conditions
+from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.engine import Engine
@@ -156,16 +157,23 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
 def torch_pins(model: str, platform: str) -> tuple[dict[str, str], dict[str, str]]:
     """Each op's torch version that serves both types in the layouts which `auto` chose; these."""
     machine = open_machine(platform)
-    plan = machine.resolve(
-        open_model(model), Intent(model=model, platform=platform, context=1024, concurrency=2)
-    ).plan
+    opened, wish = open_model(model), {"model": model, "platform": platform}
+    plan = machine.resolve(opened, Intent(**wish, context=1024, concurrency=2)).plan
     pins: dict[str, str] = {}
     for key in plan.ops:
         op = key.partition("@")[0].partition(".")[0]
-        for impl in machine.registry.of(op):
-            fits = all(plan.bundle.get(r) == layout for r, layout in impl.requires_layout.items())
-            if impl.provider == "torch" and fits and {"bfloat16", "float32"} <= impl.dtypes:
-                pins.setdefault(op, impl.name)
+        for impl in () if op in pins else machine.registry.of(op):
+            if impl.provider != "torch" or not {"bfloat16", "float32"} <= impl.dtypes:
+                continue
+            wanted = Intent(
+                **wish, context=1024, concurrency=2, ops={op: impl.name}, layouts=dict(plan.bundle)
+            )
+            try:
+                machine.resolve(opened, wanted)
+            except RefusedError:
+                continue
+            pins[op] = impl.name
+            break
     return pins, dict(plan.bundle)
 
 

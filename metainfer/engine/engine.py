@@ -369,6 +369,7 @@ class Engine:
         self.compiles.close()
         self._desk.close()
         if self._executor is not None:
+            self._steps = None
             self._executor.close()
             self._executor = None
 

@@ -262,9 +262,16 @@ class LocalExecutor:
         return {} if prompts is None else dict(prompts.moved)
 
     def close(self) -> None:
-        """Drop open results, and graphs before the memory they point into."""
+        """Drop open results, graphs before the memory they point into, then weights and caches:
+        another engine of this process may take their place on a card at once."""
         self._open.clear()
-        self._static = None
+        self._static = self._tables = None
+        card = self._parts.device if self._parts.device.type == "cuda" else None
+        del self._parts
+        if card is not None:
+            gc.collect()  # what stands in cycles with a layer would keep it
+            torch.cuda.synchronize(card)
+            torch.cuda.empty_cache()
 
     def _segment(self, segment: Segment) -> Settle:
         parts, guard = self._parts, self.nan_guard is not NanGuard.OFF
