@@ -45,16 +45,23 @@ class SlotState:
     grammar: Grammar | None = None
     adapter: int = NO_ADAPTER
     awaited: int = 0
-    asks: str = field(init=False)
-    bare: bool = field(init=False)
+    _counts: bool = field(init=False)
+    _edits: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
-        self.asks = HISTORY if params.counts_tokens else ""
+        self._counts = params.counts_tokens
+        self._edits = bool(self._counts or params.logit_bias or params.allowed_token_ids)
+
+    @property
+    def asks(self) -> str:
         if self.grammar is not None:
-            self.asks = GRAMMAR
-        edited = self.asks or params.logit_bias or params.allowed_token_ids
-        self.bare = not edited and params.logprobs is None
+            return GRAMMAR
+        return HISTORY if self._counts else ""
+
+    @property
+    def bare(self) -> bool:
+        return not self._edits and self.grammar is None and self.params.logprobs is None
 
 
 class SlotTable:
