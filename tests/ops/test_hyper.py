@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -11,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from metainfer.core.step import Phase
+from metainfer.kernels.impl import Evidence, OpRequest
+from metainfer.kernels.select import Choice, Policy, select_op
+from metainfer.ops.catalog import builtin_registry
 from metainfer.ops.hyper.ref import hyper_collapse, hyper_head, hyper_mix, hyper_triplet, sinkhorn
+from metainfer.platform.machine_catalog import find_machine
 
 EPS = {"norm_eps": 1e-6, "eps": 1e-6}
 
@@ -116,3 +122,23 @@ def test_tokens_do_not_see_each_other(seed: int) -> None:
     among = hyper_triplet(streams, fn, base, scale, **EPS, iters=20)
     for a, b in zip(alone, among, strict=True):
         torch.testing.assert_close(a, b[:1], **TIGHT)
+
+
+@pytest.mark.parametrize("machine", ["1x-h200", "8x-rtx-pro-6000d", "8x-l20", "8x-a800-pcie"])
+@pytest.mark.parametrize("op", ["hyper_pre", "hyper_mix_pre", "hyper_mix", "hyper_head"])
+def test_cards_take_few_launches_at_every_size(machine: str, op: str) -> None:
+    """The block that enters the streams is an op of its own, once a step: it has the same kernel
+    as the steps between, and only failed cases keep a card from it."""
+    registry = builtin_registry()
+    facts = dataclasses.replace(find_machine(machine).facts, software={"triton": "3.6.0"})
+    for phase, rows in ((Phase.DECODE, 1), (Phase.DECODE, 128), (Phase.CHUNK, 8192)):
+        shape = {"rows": rows, "n": 4, "d": 4096}
+        request = OpRequest(op, op, phase, "bfloat16", shape, frozenset(), ())
+        found = select_op(registry, request, facts, {}, Policy(min_evidence=Evidence.NONE))
+        assert isinstance(found, Choice) and found.impl.name == "triton"
+        torch_form = next(loser for loser in found.rejected if loser.impl == "torch")
+        assert [reason.code for reason in torch_form.reasons] == ["slower"]
+        failed = Policy(min_evidence=Evidence.NONE, disproven={f"{op}/triton": ("a case",)})
+        fallen = select_op(registry, request, facts, {}, failed)
+        assert isinstance(fallen, Choice) and fallen.slowdown is not None and fallen.slowdown > 1.5
+        assert any(r.code == "disproven" for lost in fallen.rejected for r in lost.reasons)
