@@ -188,24 +188,12 @@ GATES = 32
 """Copies of the gate that take turns: together they are more than a cache holds."""
 
 ROUTE_TILES = {
-    1: (
-        RouteTile(16, 16, 128, 8, 4, 5, early=True), RouteTile(16, 32, 128, 16, 4, 5),
-        RouteTile(16, 16, 128, 16, 4, 3),
-    ),
-    32: (
-        RouteTile(16, 16, 128, 8, 4, 5, early=True), RouteTile(32, 16, 128, 8, 4, 5),
-        RouteTile(16, 32, 128, 16, 4, 5),
-    ),
-    128: (
-        RouteTile(64, 32, 64, 8, 4, 5, early=True), RouteTile(16, 16, 128, 8, 4, 5),
-        RouteTile(64, 64, 64, 16, 4, 4),
-    ),
-    2048: (
-        RouteTile(128, 128, 64, 4, 8, 3, early=True), RouteTile(128, 128, 64, 8, 8, 3),
-        RouteTile(64, 256, 64, 4, 8, 3, each=4),
-    ),
+    1: (RouteTile(16, 32, 128, 16, 4, 5), RouteTile(16, 16, 128, 16, 4, 3)),
+    32: (RouteTile(32, 16, 128, 8, 4, 5), RouteTile(16, 32, 128, 16, 4, 5)),
+    128: (RouteTile(16, 16, 128, 8, 4, 5), RouteTile(64, 64, 64, 16, 4, 4)),
+    2048: (RouteTile(128, 128, 64, 8, 8, 3), RouteTile(64, 256, 64, 4, 8, 3, each=4)),
     8192: (RouteTile(64, 256, 64, 1, 8, 3, each=4), RouteTile(128, 128, 64, 1, 8, 3)),
-}  # fmt: skip
+}
 
 
 def routing(sweep: bool) -> Iterator[Work]:
@@ -260,8 +248,7 @@ def _routed(
 
     return Work(
         name,
-        f"{shown.m}x{shown.e}x{shown.k}/{shown.splits} {shown.warps}x{shown.stages} {shown.each}"
-        + (" early" if shown.early else ""),
+        f"{shown.m}x{shown.e}x{shown.k}/{shown.splits} {shown.warps}x{shown.stages} {shown.each}",
         call,
         _same(truth),
         bytes=x.nbytes + gates[0].nbytes,

@@ -137,13 +137,9 @@ def test_cuts_follow_shapes() -> None:
 def test_b30_warm_up_meets_every_form_of_routing_and_sorting() -> None:
     """Sizes at which another kernel is compiled lie on both sides of one that warm-up runs."""
     from metainfer.executor.local import SIZES
-    from metainfer.ops.moe_experts.sorting import SORTED_PAIRS, counted
+    from metainfer.ops.moe_experts.sorting import plan_of
     from metainfer.ops.moe_route.tiles import tile_for as routing
 
-    def form(rows: int) -> tuple[object, int]:
-        pairs = rows * 6
-        return routing(rows), counted(pairs) if pairs <= SORTED_PAIRS else 0
-
-    warmed = {form(rows) for rows in (1, 16, *SIZES, 8192)}
-    parts = [zip(*found, strict=True) for found in (warmed, {form(r) for r in range(1, 8193)})]
-    assert [set(part) for part in parts[0]] == [set(part) for part in parts[1]]
+    warmed, met = (1, 16, *SIZES, 8192), range(1, 8193)
+    assert {routing(rows) for rows in warmed} == {routing(rows) for rows in met}
+    assert {plan_of(rows * 6) for rows in warmed} == {plan_of(rows * 6) for rows in met}

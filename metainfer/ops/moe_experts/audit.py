@@ -1,7 +1,14 @@
 """Variants of the MXFP4 expert kernels that are compiled for every target."""
 
 from metainfer.kernels.variant import Variant
-from metainfer.ops.moe_experts.sorting import PLAN_ROWS, SLOTS, SORT_WARPS, SORTED_PAIRS, lanes
+from metainfer.ops.moe_experts.sorting import (
+    FEW_PAIRS,
+    PLAN_ROWS,
+    SLOTS,
+    SORT_WARPS,
+    SORTED_PAIRS,
+    lanes,
+)
 from metainfer.ops.moe_experts.tiles import (
     CHUNK,
     CHUNK_WIDE,
@@ -127,7 +134,7 @@ VARIANTS = (
     *(_chunk(CHUNK, up) for up in (True, False)),
     *(_sort(table, pairs) for table in (True, False) for pairs in (0, SORTED_PAIRS)),
     _count(),
-    *(_plan(pairs) for pairs in (SLOTS, SORTED_PAIRS)),
+    *(_plan(pairs) for pairs in (FEW_PAIRS, SLOTS, SORTED_PAIRS)),
     *(_stream(STREAM_WIDE, up, wide=True) for up in (True, False)),
     *(_chunk(CHUNK_WIDE, up, wide=True) for up in (True, False)),
 )

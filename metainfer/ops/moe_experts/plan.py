@@ -15,6 +15,7 @@ from metainfer.ops.moe_experts.sorting import (
     blocks_of,
     counted,
     lanes,
+    plan_of,
     share_of,
 )
 from metainfer.ops.moe_experts.triton_sort import count_kernel, plan_kernel, sort_kernel
@@ -26,13 +27,13 @@ def planned(x: Tensor, ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tenso
     x [T, D], ids [T, k] int32. One launch where the pairs are few.
     """
     (tokens, d), pairs, device = x.shape, ids.numel(), x.device
-    if pairs > SORTED_PAIRS:
+    slots = plan_of(pairs)
+    if not slots:
         return (*quantise(x, mixed=True), *sorted_plan(ids, experts, m))
     q = torch.empty((tokens, d), dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty((tokens, d // 128), dtype=torch.float32, device=device)
     order, table = _room(ids, experts, m)
-    slots = counted(pairs)
-    plan_kernel[(slots // SLOTS + d // 128 * triton.cdiv(tokens, PLAN_ROWS),)](
+    plan_kernel[(triton.cdiv(slots, SLOTS) + d // 128 * triton.cdiv(tokens, PLAN_ROWS),)](
         x, q, scales, ids, order, table, tokens, x.stride(0), pairs, table.shape[0], d, experts,
         lanes(experts), m, PLAN_ROWS, slots, num_warps=SORT_WARPS,
     )  # fmt: skip

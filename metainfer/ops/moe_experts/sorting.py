@@ -6,6 +6,9 @@ SORTED_PAIRS = 1024
 """Most (token, choice) pairs that one launch sorts, each program counting all of them; more are
 counted by a launch of their own."""
 
+FEW_PAIRS = 32
+"""Most pairs that a plan sorts by comparing each with each."""
+
 SLOTS = 128
 """Pairs whose places a program finds at once."""
 
@@ -27,6 +30,13 @@ def lanes(experts: int) -> int:
 def counted(pairs: int) -> int:
     """Pairs as one launch counts them: two sizes, so that few kernels are to be compiled."""
     return SLOTS if pairs <= SLOTS else SORTED_PAIRS
+
+
+def plan_of(pairs: int) -> int:
+    """Pairs as a plan's launch sorts them; 0: it does not."""
+    if pairs > SORTED_PAIRS:
+        return 0
+    return FEW_PAIRS if pairs <= FEW_PAIRS else counted(pairs)
 
 
 def share_of(pairs: int) -> int:

@@ -117,6 +117,25 @@ def sort_kernel(
 
 
 @triton.jit
+def _sort_few(ids, order, table, pairs, blocks, M: tl.constexpr, PAIRS: tl.constexpr):
+    """As `_sort` with TABLE, in one program: each pair is compared with each."""
+    i = tl.arange(0, PAIRS)
+    mine = tl.load(ids + i, mask=i < pairs, other=-1)
+    same = mine[:, None] == mine[None, :]
+    less = (mine[:, None] < mine[None, :]) & (mine >= 0)[:, None]
+    rank = tl.sum((same & (i[:, None] < i[None, :])).to(tl.int32), axis=0)
+    total = tl.sum(same.to(tl.int32), axis=0)
+    place = tl.sum(less.to(tl.int32), axis=0) + rank
+    head = (rank % M == 0) & (mine >= 0)
+    at = table + (tl.sum((less & head[:, None]).to(tl.int32), axis=0) + rank // M) * 3
+    tl.store(order + place, i, mask=mine >= 0)
+    tl.store(at, mine, mask=head)
+    tl.store(at + 1, place, mask=head)
+    tl.store(at + 2, tl.minimum(total - rank, M), mask=head)
+    tl.store(table + i * 3 + 2, 0, mask=(i >= tl.sum(head.to(tl.int32))) & (i < blocks))
+
+
+@triton.jit
 def _power(bits):
     """2^ceil(log2(amax / 448)) from the bits of amax, floored at 1e-4; NaN stays visible."""
     bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
@@ -139,12 +158,15 @@ def plan_kernel(
 ):  # fmt: skip
     """The first programs sort the pairs as `sort_kernel` does (TABLE), SLOTS each; one more
     quantises a block of 128 channels of ROWS tokens in mixed order."""
-    sorting: tl.constexpr = PAIRS // _SLOTS
+    sorting: tl.constexpr = (PAIRS + _SLOTS - 1) // _SLOTS
     if tl.program_id(0) < sorting:
-        _sort(
-            ids, ids, order, table, ids, ids, pairs, blocks, 1, tl.program_id(0), sorting,
-            E, EP, M, PAIRS, True,
-        )  # fmt: skip
+        if PAIRS < _SLOTS:
+            _sort_few(ids, order, table, pairs, blocks, M, PAIRS)
+        else:
+            _sort(
+                ids, ids, order, table, ids, ids, pairs, blocks, 1, tl.program_id(0), sorting,
+                E, EP, M, PAIRS, True,
+            )  # fmt: skip
     else:
         block = (tl.program_id(0) - sorting) % (K // 128)
         row = (tl.program_id(0) - sorting) // (K // 128) * ROWS + tl.arange(0, ROWS)

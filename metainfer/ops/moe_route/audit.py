@@ -17,7 +17,6 @@ def _score(kind: str, experts: int = 256, gate: str = "bf16") -> Variant:
         "x": "*bf16", "gate": f"*{gate}", "parts": "*fp32", "rows": "i32", "x_stride": "i32:16",
         "one": "fp32", "K": K, "E": experts, "EP": lanes(experts), "SHARE": tile.share(K, width),
         "M": tile.m, "BE": tile.e, "BK": tile.step(width), "EXACT": False,
-        "EARLY": tile.early,
     }  # fmt: skip
     return Variant(
         impl="moe_route/triton",
@@ -37,7 +36,6 @@ def _choose(tile: Tile, by_token: bool, experts: int = 256) -> Variant:
         "parts": "*fp32", "bias": "*fp32", "table": "*i64", "tokens": "*i64", "ids": "*i32",
         "weights": "*fp32", "rows": "i32", "scale": "fp32", "E": experts, "EP": lanes(experts),
         "TOP": TOP, "PLACES": 8, "SPLITS": tile.splits, "R": tile.each, "HASH": by_token,
-        "EARLY": tile.early,
     }  # fmt: skip
     return Variant(
         impl=f"{op}/triton",

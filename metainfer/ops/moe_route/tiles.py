@@ -8,8 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Tile:
     """`m` tokens by `e` experts, `k` channels a step; `splits` programs share out the channels. A
-    program of the second launch chooses for `each` tokens; it is launched `early`, before the first
-    has ended, on cards that can (9.0 and newer)."""
+    program of the second launch chooses for `each` tokens."""
 
     m: int
     e: int
@@ -18,7 +17,6 @@ class Tile:
     warps: int
     stages: int
     each: int = 1
-    early: bool = False
 
     def step(self, gate: int) -> int:
         """Channels a step of a gate of `gate` bytes a number: half as many where it is wide."""

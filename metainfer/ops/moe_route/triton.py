@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _LOWEST = tl.constexpr(-(1 << 31))
 
@@ -42,14 +41,10 @@ def score_kernel(
     x, gate, parts, rows, x_stride, one,
     K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SHARE: tl.constexpr,
     M: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (M tokens, BE experts, part): logits of steps ``part SHARE ..`` of BK channels, in
     `parts` [splits, rows, EP]. A matrix unit cuts digits off where it adds to a running sum, so a
-    step is summed apart and added in float32; times `one`, lest the compiler chain them. EARLY: the
-    next launch may start now; it waits for this one before it reads."""
-    if EARLY:
-        gdc_launch_dependents()
+    step is summed apart and added in float32; times `one`, lest the compiler chain them."""
     block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, k = block * M + tl.arange(0, M), tl.arange(0, BK)
     expert = tile * BE + tl.arange(0, BE)
@@ -122,12 +117,10 @@ def _best(s, key, expert, EP: tl.constexpr, TOP: tl.constexpr, PLACES: tl.conste
 def choose_kernel(
     parts, bias, table, tokens, ids, weights, rows, scale,
     E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr,
-    SPLITS: tl.constexpr, R: tl.constexpr, HASH: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, R: tl.constexpr, HASH: tl.constexpr,
 ):  # fmt: skip
     """Program: R tokens. HASH: experts are rows of `table` by token id, otherwise by score and
     `bias`."""
-    if EARLY:
-        gdc_wait()
     row, place = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, PLACES)[None, :]
     live = row < rows
     at = row.to(tl.int64)[:, None]

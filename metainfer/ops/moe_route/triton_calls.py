@@ -42,11 +42,10 @@ def _route(
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(wide, tile.e), tile.splits)
     score_kernel[grid](
         x, gate, parts, rows, x.stride(0), 1.0, k, experts, wide, tile.share(k, width), tile.m,
-        tile.e, tile.step(width), exact, tile.early, num_warps=tile.warps, num_stages=tile.stages,
+        tile.e, tile.step(width), exact, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     choose_kernel[(triton.cdiv(rows, tile.each),)](
         parts, bias, table, tokens, ids, weights, rows, scale, experts, wide, top_k,
-        triton.next_power_of_2(top_k), tile.splits, tile.each, table is not None, tile.early,
-        num_warps=1, **({"launch_pdl": True} if tile.early else {}),
+        triton.next_power_of_2(top_k), tile.splits, tile.each, table is not None, num_warps=1,
     )  # fmt: skip
     return ids, weights
