@@ -12,16 +12,21 @@ from metainfer.ops.moe_experts.sorting import (
 from metainfer.ops.moe_experts.tiles import (
     CHUNK,
     CHUNK_WIDE,
+    PORTABLE_CHUNK,
+    PORTABLE_STREAM,
     STREAM,
     STREAM_WIDE,
     WGMMA_CHUNK,
     WGMMA_STREAM,
+    PipelinedTile,
     Tile,
     WgmmaTile,
 )
 
 PLAIN = "metainfer.ops.moe_experts.triton_mxfp4"
 HOPPER = "metainfer.ops.moe_experts.triton_wgmma"
+PIPELINED = "metainfer.ops.moe_experts.triton_pipelined"
+EIGHTS = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"
 REST = ("sm_80", "sm_89", "sm_120")
 D, F, E, TOP = 4096, 2048, 256, 6
 WEIGHTS = {"w": "*i16", "scales": "*i32", "refs": "*u8"}
@@ -46,6 +51,25 @@ def _wgmma(name: str, tile: WgmmaTile, up: bool) -> Variant:
         targets=("sm_90", "sm_120"),
         spill_bytes=96 if tile == WGMMA_CHUNK else 0,
         why="four unrolled blocks of 64 tokens at 128 threads; faster than 8 warps without spill",
+    )
+
+
+def _portable(name: str, tile: PipelinedTile, up: bool) -> Variant:
+    args: dict[str, str | int | bool] = {
+        "q": "*fp8e4nv", "q_scales": "*fp32", "order": "*i32", "table": "*i32", "routes": "*fp32",
+        **WEIGHTS, "w": "*i32", "out": "*bf16", "limit": "fp32", "K": D if up else F,
+        "N": 2 * F if up else D, "TOP": TOP, "UP": up, "BN": tile.n, "M": tile.m,
+        "LEAST": tile.least, "RING": tile.ring, "WARPS": tile.warps, "WGMMA": tile.wgmma,
+    }  # fmt: skip
+    return Variant(
+        impl="moe_experts/triton",
+        name=f"experts-portable-{name}-{'up' if up else 'down'}",
+        kernel=f"{PIPELINED}:pipelined_kernel",
+        args=args,
+        warps=tile.warps,
+        shape={"rows": 8, **SHAPE},
+        mma=EIGHTS,
+        targets=REST,
     )
 
 
@@ -82,7 +106,7 @@ def _plain(kernel: str, args: dict[str, str | int | bool], tile: Tile, wide: boo
         warps=tile.warps,
         stages=tile.stages,
         shape={"rows": 8, **SHAPE},
-        mma="bf16.bf16" if wide else "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
+        mma="bf16.bf16" if wide else EIGHTS,
         targets=("sm_80",) if wide else REST,
     )
 
@@ -130,6 +154,8 @@ def _plan(pairs: int) -> Variant:
 VARIANTS = (
     *(_wgmma("stream", WGMMA_STREAM, up) for up in (True, False)),
     *(_wgmma("chunk", WGMMA_CHUNK, up) for up in (True, False)),
+    *(_portable("stream", PORTABLE_STREAM, up) for up in (True, False)),
+    *(_portable("chunk", PORTABLE_CHUNK, up) for up in (True, False)),
     *(_stream(STREAM, up) for up in (True, False)),
     *(_chunk(CHUNK, up) for up in (True, False)),
     *(_sort(table, pairs) for table in (True, False) for pairs in (0, SORTED_PAIRS)),

@@ -16,7 +16,13 @@ from metainfer.kernels.conditions import (
 from metainfer.kernels.cost import extent, roofline
 from metainfer.kernels.impl import Context, Numerics
 from metainfer.ops.declare import ON_CUDA, triton
-from metainfer.ops.moe_experts.tiles import WGMMA_CHUNK, WGMMA_STREAM, chunk_for, stream_for
+from metainfer.ops.moe_experts.tiles import (
+    PORTABLE_CHUNK,
+    WGMMA_CHUNK,
+    WGMMA_STREAM,
+    chunk_for,
+    stream_for,
+)
 
 E4M3 = "float8_e4m3fn"
 STORED = {"experts": "experts-stored@1"}
@@ -86,6 +92,7 @@ IMPLS = (
             capability((8, 9)),
             *_BLOCKS,
             _fits(wide=False),
+            shared_memory(PORTABLE_CHUNK.shared_bytes()),
         ),
         requires_layout=STORED,
         honours=CLAMP,

@@ -23,6 +23,7 @@ from metainfer.ops.moe_experts.tiles import (
     Tile,
     WgmmaTile,
     chunk_for,
+    portable_for,
     stream_for,
     wgmma_for,
 )
@@ -95,7 +96,7 @@ def experts(
     pairs = tokens * top
     few = pairs <= FEW_SLOTS if chunked is None else not chunked
     if isinstance(tile, WgmmaTile | PipelinedTile):
-        y = _wgmma(x, ids, routes, up, down, limit, experts, f, tile, few)
+        y = _by_table(x, ids, routes, up, down, limit, experts, f, tile, few)
     else:
         form = _stream if few else _chunk
         y = form(x, ids, routes, up, down, limit, experts, f, tile, wide)
@@ -106,7 +107,7 @@ def experts(
     return out
 
 
-def _wgmma(
+def _by_table(
     x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
     tile: WgmmaTile | PipelinedTile, few: bool,
 ) -> Tensor:  # fmt: skip
@@ -251,7 +252,10 @@ def portable(
     limit: float = 0.0,
 ) -> Tensor:
     """See `ref.moe_experts_rounded`; ``experts-stored@1`` in MXFP4, any card with e4m3."""
-    return _call(x, ids, weights, _packed(w13), _packed(w2), w2, shared, limit, None)
+    up, down, tile = _packed(w13), _packed(w2), None
+    if x.is_cuda and up.eight and down.eight:
+        tile = portable_for(ids.numel(), len(w2.parts), x.shape[1], down.words.shape[1] * 4)
+    return _call(x, ids, weights, up, down, w2, shared, limit, tile)
 
 
 def wide(
@@ -270,7 +274,8 @@ def wide(
 
 def _call(
     x: Tensor, ids: Tensor, weights: Tensor, up: Mx, down: Mx, w2: PackedWeight,
-    shared: Tensor | None, limit: float, tile: WgmmaTile | None, *, wide: bool = False,
+    shared: Tensor | None, limit: float, tile: WgmmaTile | PipelinedTile | None, *,
+    wide: bool = False,
 ) -> Tensor:  # fmt: skip
     ids, weights = ids.contiguous(), weights.float().contiguous()
     shared = None if shared is None else shared.contiguous()

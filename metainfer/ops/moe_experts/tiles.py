@@ -76,6 +76,8 @@ class PipelinedTile:
 
 WGMMA_STREAM = WgmmaTile(n=64, m=8, warps=4, stages=3, blocks=2)
 WGMMA_CHUNK = WgmmaTile(n=128, m=64, warps=4, stages=4)
+PORTABLE_STREAM = PipelinedTile(n=64, m=8, least=8, warps=4, wgmma=False)
+PORTABLE_CHUNK = PipelinedTile(n=128, m=64, least=32, warps=8, wgmma=False)
 STREAM_WGMMA = Tile(n=128, m=16, warps=4, stages=4)
 STREAM = Tile(n=64, m=8, warps=4, stages=4)
 CHUNK_WGMMA = Tile(n=128, m=128, warps=8, stages=3)
@@ -103,6 +105,13 @@ def wgmma_for(pairs: int, experts: int) -> WgmmaTile:
     if pairs <= 8 * experts:
         return WGMMA_STREAM
     return WGMMA_CHUNK
+
+
+def portable_for(pairs: int, experts: int, d: int, f: int) -> PipelinedTile | None:
+    """The tile of every card with e4m3; None for widths whose scales are not copied by fours."""
+    if d % (4 * BLOCK) or f % (4 * BLOCK):
+        return None
+    return PORTABLE_STREAM if pairs <= 8 * experts else PORTABLE_CHUNK
 
 
 # PTX that unpacks sixteen e2m1 elements of one scale group to e4m3. Inputs: two registers of packed
