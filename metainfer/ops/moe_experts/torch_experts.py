@@ -17,7 +17,6 @@ from metainfer.ops.common import wide
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.rounding import activation_group, round_activations
 from metainfer.ops.linear.stored import part
-from metainfer.ops.moe_experts.ref import with_shared
 
 Product = Callable[[Tensor, int], Tensor]
 
@@ -43,7 +42,7 @@ def dense(
     def down(hidden: Tensor, expert: int) -> Tensor:
         return wide(F.linear(hidden.to(x.dtype), down_rows[expert]))
 
-    return with_shared(_experts(x, x, ids, weights, up, down, limit), shared)
+    return _joined(_experts(x, x, ids, weights, up, down, limit), shared)
 
 
 def static(
@@ -68,7 +67,7 @@ def static(
         hidden = swiglu_clamp(wide(F.linear(x, up)), limit).mul_(each)
         found = wide(F.linear(hidden.to(x.dtype), down))
         out += found.masked_fill_(~chosen.any(dim=1, keepdim=True), 0.0)
-    return with_shared(out.to(x.dtype), shared)
+    return _joined(out.to(x.dtype), shared)
 
 
 def recipe(
@@ -95,7 +94,11 @@ def recipe(
         return round_activations(hidden, group) @ part(w2, expert).to(kind).T
 
     entering = round_activations(wide(x), group)
-    return with_shared(_experts(x, entering, ids, weights, up, down, limit), shared)
+    return _joined(_experts(x, entering, ids, weights, up, down, limit), shared)
+
+
+def _joined(routed: Tensor, shared: Tensor | None) -> Tensor:
+    return routed if shared is None else routed.add_(shared)
 
 
 def _experts(
