@@ -59,7 +59,7 @@ def started(model: str, running: int, overlap: bool) -> Engine:
     executor._static = StaticSteps(executor._parts, executor._tables, capture)
     executor._static.capture(shape)
     assert engine._steps is not None
-    engine._steps._ahead = overlap
+    engine._steps._ahead = executor if overlap else None
     return engine
 
 

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -131,7 +131,7 @@ class Engine:
             self._recorder,
             StackTimer(self._guards.hang_after_s),
             self._on_fault,
-            ahead=resolved.plan.overlap,
+            ahead=cast("LocalExecutor", self._executor) if resolved.plan.overlap else None,
         )
         plan = resolved.plan
         self.compiles.open()
@@ -324,8 +324,8 @@ class Engine:
             non_finite=counters.non_finite,
             abandoned_steps=counters.abandoned,
             emulated_calls=waited.calls if waited is not None else 0,
-            overlapped_steps=getattr(self._executor, "overlapped", 0),
-            step_waits=dict(getattr(self._executor, "waits", {})),
+            overlapped_steps=self._steps.overlapped if self._steps is not None else 0,
+            step_waits=dict(self._steps.waits) if self._steps is not None else {},
             emulated_wait_s=waited.us / 1e6 if waited is not None else 0.0,
         )
 

@@ -12,7 +12,7 @@ import gc
 import re
 import sys
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,13 +42,26 @@ class Device(Protocol):
 
     def collect(self) -> StepResult: ...
 
+
+class LateDevice(Protocol):
+    """One whose steps may be under way when `submit` returns."""
+
     @property
-    def unread(self) -> bool: ...
+    def unread(self) -> bool:
+        """Whether the latest open plan is."""
+        ...
+
+    def waits_for(self, plan: StepPlan) -> str:
+        """Why that one has to be read before `plan` is launched; empty where it has not."""
+        ...
 
 
 class Steps:
-    """Schedules, launches and reads steps for an engine. `ahead`: the next one may be launched
-    before the latest was read (ADR 0033). `tell` hands faults to whoever keeps records."""
+    """Schedules, launches and reads steps for an engine. `ahead`: the executor, where a step may be
+    launched before the latest was read (ADR 0033). `tell` hands faults to whoever keeps records.
+
+    `overlapped` counts steps that were, `waits` those that waited, by reason.
+    """
 
     def __init__(
         self,
@@ -58,12 +71,14 @@ class Steps:
         timer: StackTimer,
         tell: Callable[[Fault], None],
         *,
-        ahead: bool = False,
+        ahead: LateDevice | None = None,
     ) -> None:
         self._executor, self._scheduler = executor, scheduler
         self._recorder, self._timer, self._tell = recorder, timer, tell
         self._ahead = ahead
         self._open: deque[StepPlan] = deque()
+        self._held: StepPlan | None = None  # scheduled; waits until the open one was taken in
+        self.overlapped, self.waits = 0, Counter[str]()
         self._failed: Exception | None = None  # why the latest open plan was not launched
         self.last_s = 0.0
 
@@ -73,10 +88,11 @@ class Steps:
         Raises:
             InternalError: an invariant broke; the engine must not go on.
         """
-        if not self._open:
-            self._launch()
-        if self._ahead and self._may_follow:
-            self._launch()
+        if not self._open and (plan := self._held or self._scheduler.schedule()) is not None:
+            self._held = None
+            self._launch(plan)
+        if self._ahead is not None and self._ahead.unread and self._may_follow:
+            self._follow(self._ahead)
         if not self._open:
             return None, []
         plan = self._open.popleft()
@@ -84,17 +100,24 @@ class Steps:
 
     @property
     def _may_follow(self) -> bool:
-        """Whether a step may be launched behind an open one: that one is still under way, and no
-        step's requests are being tried one by one."""
-        under_way = len(self._open) == 1 and self._failed is None and self._executor.unread
-        return under_way and self._scheduler.trials.wanted is None
+        """Whether one step is open, and requests are not being tried one by one."""
+        alone = len(self._open) == 1 and self._failed is None
+        return alone and self._scheduler.trials.wanted is None
 
-    def _launch(self) -> None:
-        """Schedule and launch a step, where one is due. What fails here fails in its turn, when the
-        step ahead of it has been taken in."""
+    def _follow(self, device: LateDevice) -> None:
+        """Schedule the next step; launch it behind the open one, or keep it until that was read."""
         plan = self._scheduler.schedule()
         if plan is None:
             return
+        if why := device.waits_for(plan):
+            self.waits[why] += 1
+            self._held = plan
+        else:
+            self.overlapped += 1
+            self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> None:
+        """What fails here fails in its turn, when the step ahead of it has been taken in."""
         self._recorder.begin(plan)
         self._timer.begin()
         self._open.append(plan)
@@ -112,7 +135,7 @@ class Steps:
         except Exception as error:
             self._failed = None
             self._recorder.failed(error)
-            alone = hasattr(self._executor, "free_memory") and not self._open
+            alone = hasattr(self._executor, "free_memory") and not (self._open or self._held)
             if not (is_out_of_memory(error) and alone):
                 raise
             asked = _SIZE.search(str(error))

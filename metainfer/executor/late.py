@@ -8,7 +8,7 @@ step, before anything launched later can overwrite it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -76,7 +76,7 @@ OP_BY_OP, DRAFTS = "op_by_op", "drafts"
 it was not captured · it verifies drafts. `slots` has the other reasons."""
 
 
-def asked(runs: Sequence[TokenRun], table: SlotTable) -> str:
+def asked(runs: Iterable[TokenRun], table: SlotTable) -> str:
     """Why the draws of `runs` ask for tokens that nobody has read yet; empty where none does."""
     states = (table.states.get(run.slot) for run in runs)
     return next((s.asks for s in states if s is not None and s.awaited and s.asks), "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,8 +95,6 @@ class LocalExecutor:
         self._op_by_op = False
         self.capture: Capture = CudaCapture()  # how steps are captured
         self._open: deque[Launched] = deque()
-        self.overlapped = 0  # steps launched before the one ahead was read
-        self.waits: Counter[str] = Counter()  # steps that waited for the one ahead, by reason
         self.nan_guard = NanGuard.LOGITS  # set it before `warm`
         self.emulated: EmulatedRanks | None = None  # where this is one rank without its peers
 
@@ -146,29 +144,32 @@ class LocalExecutor:
         """Launch one plan. At most two are open.
 
         It is read at once where nothing may be launched behind it, and the plan ahead of it is read
-        first where this one needs to know more than the device does (`waits`).
+        first where it `waits_for` that.
 
         Raises:
             InternalError: the plan contradicts what this executor holds, or three are open.
         """
         if len(self._open) >= MOST_OPEN:
             raise InternalError("three plans are open")
-        why = self._why_alone(plan)
-        if self.unread:
-            if cause := why or self._why_asked(plan):
-                self.waits[cause] += 1
-                self._open[-1].result()
-            else:
-                self.overlapped += 1
+        if self.waits_for(plan):
+            self._open[-1].result()
         launched = self._launch(plan)
         self._open.append(launched)
-        if why:
+        if self._why_alone(plan):
             launched.result()
 
     @property
     def unread(self) -> bool:
         """Whether the latest open plan is still on its way."""
         return bool(self._open) and self._open[-1].unread
+
+    def waits_for(self, plan: StepPlan) -> str:
+        """Why the latest open plan has to be read before this one is launched: where this one asks
+        for more than the device knows. Empty where it does not."""
+        if not self.unread:
+            return ""
+        runs = (run for segment in plan.segments for run in segment.ranks[0].runs)
+        return self._why_alone(plan) or asked(runs, self._slots)
 
     def collect(self) -> StepResult:
         """The result of the oldest open plan; waits for it."""
@@ -185,10 +186,6 @@ class LocalExecutor:
         if static is None or not all(map(static.holds, plan.segments)):
             return OP_BY_OP
         return DRAFTS if any(segment.drafts for segment in plan.segments) else ""
-
-    def _why_asked(self, plan: StepPlan) -> str:
-        runs = [run for segment in plan.segments for run in segment.ranks[0].runs]
-        return asked(runs, self._slots)
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> Launched:

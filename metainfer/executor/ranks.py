@@ -56,11 +56,6 @@ class RankExecutor:
         answers = self._group.call("execute", msgspec.msgpack.encode(plan))
         self._open.append(self._together(plan, answers, begin))
 
-    @property
-    def unread(self) -> bool:
-        """Ranks have answered when `submit` returns."""
-        return False
-
     def collect(self) -> StepResult:
         return self._open.popleft()
 

@@ -111,5 +111,5 @@ def overlap_steps(
     made = capture_steps(executor, shapes, capture)
     executor._parts = replace(executor._parts, overlap=True)
     assert engine._steps is not None
-    engine._steps._ahead = True
+    engine._steps._ahead = executor
     return made

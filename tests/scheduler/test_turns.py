@@ -21,12 +21,16 @@ from metainfer.engine.steps import Steps
 
 class LateDevice:
     """The null device of a world. `lacks(plan)`: memory does not suffice for it; `slow(plan)`: it
-    is still under way when `submit` returns."""
+    is still under way when `submit` returns; `waits(plan)`: what is under way is read before."""
 
     def __init__(
-        self, world: World, lacks: Callable[[StepPlan], bool], slow: Callable[[StepPlan], bool]
+        self,
+        world: World,
+        lacks: Callable[[StepPlan], bool],
+        slow: Callable[[StepPlan], bool],
+        waits: Callable[[StepPlan], bool] = lambda plan: False,
     ) -> None:
-        self._device, self._lacks, self._slow = world.device, lacks, slow
+        self._device, self._lacks, self._slow, self._waits = world.device, lacks, slow, waits
         self.unread = False
         self.deepest = 0
 
@@ -40,6 +44,9 @@ class LateDevice:
         self.deepest = max(self.deepest, len(self._device._open))
         self.unread = self._slow(plan)
 
+    def waits_for(self, plan: StepPlan) -> str:
+        return "history" if self._waits(plan) else ""
+
     def collect(self) -> StepResult:
         return self._device.collect()
 
@@ -51,7 +58,7 @@ def turns(world: World, device: LateDevice) -> tuple[Steps, FlightRecorder, list
     recorder, faults = FlightRecorder(), list[Fault]()
     # Everything is put back at once, drafts or not: that drafts give way first is not the question.
     world._no_draft_holds_a_page = lambda domain, victim: None  # type: ignore[method-assign]
-    steps = Steps(device, world.scheduler, recorder, StackTimer(), faults.append, ahead=True)
+    steps = Steps(device, world.scheduler, recorder, StackTimer(), faults.append, ahead=device)
     return steps, recorder, faults
 
 
@@ -83,6 +90,7 @@ def test_turns_ahead_change_no_answer(shape: str, seed: int, domains: int, short
             sum(len(r.runs) for s in plan.segments for r in s.ranks) > 1 and rng.random() < short
         ),
         lambda plan: rng.random() < 0.8,
+        lambda plan: rng.random() < 0.2,
     )
     steps, recorder, faults = turns(world, device)
     stem = [rng.randrange(VOCAB) for _ in range(20)]
@@ -141,6 +149,31 @@ def test_a_step_that_was_read_at_once_is_followed_only_then() -> None:
     world.add(request("a", [1, 2, 3], 6))
     run(world, steps)
     assert device.deepest == 1
+
+
+def test_a_step_that_waits_lets_go_of_the_tokens_ahead_of_it() -> None:
+    """A long chunk must not hold back what was drawn before it."""
+    world = world_of(slots=2)
+    device = LateDevice(world, lambda plan: False, lambda plan: True, lambda plan: plan.step == 2)
+    steps, _, _ = turns(world, device)
+    world.add(request("a", [1, 2, 3], 6))
+    submit, launched = device.submit, list[int]()
+
+    def noted(plan: StepPlan) -> None:
+        launched.append(plan.step)
+        submit(plan)
+
+    device.submit = noted  # type: ignore[method-assign]
+    read_at = []
+    while world.scheduler.has_work:
+        plan, outputs = steps.turn()
+        assert plan is not None
+        read_at.append((plan.step, launched[-1]))
+        for output in outputs:
+            world._take(output)
+    world.check()
+    assert read_at == [(0, 1), (1, 1), (2, 3), (3, 4), (4, 5), (5, 5)]
+    assert steps.waits == {"history": 1} and steps.overlapped == 4
 
 
 def test_a_step_that_fails_behind_another_costs_that_one_nothing() -> None:
