@@ -70,6 +70,7 @@ TILES: dict[int, dict[str, Tile]] = {
         "early": replace(MIDDLE, early=True),
         "4 warps across": Tile(d=32, down=1, across=4, splits=32, programs=2),
         "32 splits": Tile(d=32, down=4, across=1, splits=32, programs=1),
+        "4 warps across, 128 splits": Tile(d=32, down=1, across=4, splits=128, programs=8),
         "2 down, 4 across": Tile(d=32, down=2, across=4, splits=64, programs=2),
     },
     8192: {
@@ -264,13 +265,16 @@ def compressed(sweep: bool) -> Iterator[Work]:
             tried = sweep and ratio == 128 and sequences != 32
             for tile in (None, *(others if tried else ())):
                 yield _compressor(name, form, ratio, overlap, sequences, queries, tile)
+                if queries == 1 < sequences and ratio == 128:
+                    yield _compressor(name, form, ratio, overlap, sequences, 1, tile, apart=True)
 
 
 def _compressor(
     name: str, form: EntryForm, ratio: int, overlap: bool, sequences: int, queries: int,
-    tile: CompressTile | None,
+    tile: CompressTile | None, apart: bool = False,
 ) -> Work:  # fmt: skip
-    """Every decoded token closes a window, whose other rows come from the ring: the dearest."""
+    """Every decoded token closes a window, whose other rows come from the ring: the dearest.
+    `apart`: the first sequence's alone does, the others are at other places of theirs."""
     d, halves, rows = form.width, 1 + overlap, sequences * queries
     context, length = 8192 + queries - queries % ratio, ratio * halves + 8
     if queries == 1:
@@ -279,15 +283,17 @@ def _compressor(
     kv, gate = wide[:, : halves * d], wide[:, halves * d : 2 * halves * d]
     ring = StateRows(0, _noise(sequences + 1, 2, length, halves * d))
     at = torch.arange(context - queries, context, device=DEVICE).repeat(sequences)
+    if apart:
+        at += torch.arange(sequences, device=DEVICE)
     closing = (at + 1) % ratio == 0
     slots = torch.where(closing, torch.cumsum(closing, 0) - 1 + PAGE, -1)
     pages = _empty(form, int(closing.sum()))
     args = (
-        _noise(ratio, halves * d), 1 + _noise(d, scale=0.1), _table(context),
+        _noise(ratio, halves * d), 1 + _noise(d, scale=0.1), _table(int(at.max()) + 1),
     )  # fmt: skip
     where = (
         torch.arange(0, rows + 1, queries, dtype=torch.int32, device=DEVICE),
-        torch.full((sequences,), context, dtype=torch.int32, device=DEVICE),
+        at.view(sequences, -1)[:, -1].int() + 1,
     )
     lines = torch.arange(sequences, device=DEVICE)
     options: dict[str, Any] = {"ratio": ratio, "overlap": overlap, "eps": 1e-6}
@@ -312,9 +318,9 @@ def _compressor(
         return found[0], found[1]
 
     read = rows * halves * d * 8.0
-    old = sequences * (ratio * halves - 1) * d * 8.0 if queries == 1 else 0.0
+    old = int(closing.sum()) * (ratio * halves - 1) * d * 8.0 if queries == 1 else 0.0
     return Work(
-        f"compress {name} {form.layout} {sequences} x {queries}",
+        f"compress {name} {form.layout} {sequences} x {queries}{' apart' * apart}",
         f"{tile.slice}x{tile.rows}x{tile.warps}" if tile else "",
         call,
         cache(truth),
