@@ -8,7 +8,7 @@ MAX_WIDTH = 1024
 """Widest entry: a program holds it whole."""
 
 _TILE = 8192
-_PROGRAMS = 16384
+_PROGRAMS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ def tile_for(slots: int, lanes: int) -> Tile:
 
 
 def each_for(rows: int, slices: int) -> int:
-    """Slices that one program of a token pools: one where tokens are few, more where programs
-    that have nothing to do would be many."""
+    """Slices that one program of a token pools: few where tokens are few, more where programs would
+    mostly be of tokens that close no window."""
     each = 1
-    while each < slices and rows * slices // each > _PROGRAMS:
+    while each < slices and rows * slices // each > max(_PROGRAMS, 2 * rows):
         each *= 2
     return each

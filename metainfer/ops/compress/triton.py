@@ -160,6 +160,15 @@ def _make_entry(
     store_entry(data, slot, entry, LANES, D, FORM, GROUP, TAIL, SCALES, PAGE, STRIDE)
 
 
+@triton.jit
+def _sequence(query_start, sequences, t):
+    """`sequence_of`; in a decode step row t is sequence t's, which is asked first."""
+    s = tl.minimum(t, sequences - 1).to(tl.int32)
+    if (tl.load(query_start + s) != t) | (tl.load(query_start + s + 1) != t + 1):
+        s = sequence_of(query_start, sequences, t)
+    return s
+
+
 @triton.jit(do_not_specialize=["sequences", "each"])
 def compress_kernel(
     kv, gate, ape, weight, cos_sin, ring, lines, data, slots, query_start, context_lens, kv_stride,
@@ -172,7 +181,7 @@ def compress_kernel(
     """Program (token, share of `each` slices). `parts` [T, D]: pooled slices on their way to the
     program that makes the entry; `counters` [T]: who arrived, zero before and after a launch."""
     t = tl.program_id(0).to(tl.int64)
-    s = sequence_of(query_start, sequences, t)
+    s = _sequence(query_start, sequences, t)
     if s < sequences:
         end = tl.load(query_start + s + 1).to(tl.int64)
         context = tl.load(context_lens + s).to(tl.int64)
