@@ -15,10 +15,10 @@ from metainfer.kv.book.form import EntryForm, plain
 from metainfer.kv.store.entries import EntryPages, gather, locate, store
 from metainfer.ops.attn_sparse.tiles import (
     FEW,
+    FEW_SCALED,
     HOPPER,
     SMALL,
     SMALL_SCALED,
-    WGMMA,
     WGMMA_SCALED,
     HopperTile,
 )
@@ -435,28 +435,22 @@ def _attention(
         return torch.stack(exact), torch.stack(stepped).to(BF16)
 
     keys = min(context, 128) + (min(top, count) if top else count)
+    few, small = (FEW, SMALL) if form.scale == "none" else (FEW_SCALED, SMALL_SCALED)
+    wide: AttnTile | HopperTile = HOPPER if form.scale == "none" else WGMMA_SCALED
     tiles: list[AttnTile | HopperTile] = []
-    if sweep and form.scale != "none" and rows <= 32:
-        tiles = [WGMMA_SCALED, AttnTile(64, 32, 8, 5), AttnTile(16, 32, 4, 3), SMALL_SCALED]
-        tiles += [AttnTile(32, 16, 8, 3)]
+    if sweep and rows <= 32:
+        tiles = [few, wide, *([AttnTile(16, 64, 4, 2)] if form.scale == "none" else [])]
     elif sweep and form.scale == "none":
-        tiles = [SMALL, FEW, AttnTile(16, 32, 4, 2), HOPPER]
-        if rows > 32:
-            tiles = [WGMMA, HOPPER, HopperTile(resident=False), SMALL, AttnTile(32, 32, 8, 2)]
+        tiles = [HopperTile(resident=False)]
     element = 1024 if form.scale == "none" else 584
     args = (q, local, local_table, entries, entry_table, picked, sinks, table, positions, start)
     options: dict[str, Any] = {"scale": scale, "window": 128, "ratio": ratio}
     forms: dict[str, Callable[[int], Tensor]] = {
-        _text(tile, ""): lambda i, t=tile: attn_sparse(*args, lens, **options, tile=t)
+        _text(tile, ""): lambda i, t=tile: attn_sparse(*args, lens, **options, tile=t, hopper=True)
         for tile in tiles
     }
-    if sweep and form.scale == "none" and rows <= 32:
-        forms |= {
-            f"{_text(tile, '')} chained": lambda i, t=tile: attn_sparse(
-                *args, lens, **options, tile=t, chained=True
-            )
-            for tile in (FEW, HOPPER)
-        }
+    if rows <= 2048 and (form.scale == "none" or rows <= 32):
+        forms["smaller cards"] = lambda i: attn_sparse(*args, lens, **options, tile=small)
     chosen = wgmma if form.scale == "none" else wgmma_scaled
     forms["as shapes choose"] = lambda i: chosen(*args, lens, **options)
     for text, call in forms.items():

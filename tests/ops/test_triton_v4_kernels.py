@@ -20,7 +20,8 @@ RUNS = (
     "stream", "stream-splits", "chunk", "quantise", "quantise-nan", "plan", "sorted-plan",
     "sorted-bounds", "combine",
     "experts-hidden", "experts-forms", "prepare", "attention", "attention-splits",
-    "decoded-pages", "decoded-attention", "e4m3", "quantise-wide", "linear-wide", "experts-wide",
+    "decoded-pages", "decoded-attention", "scaled-attention", "e4m3",
+    "quantise-wide", "linear-wide", "experts-wide",
 )  # fmt: skip
 
 
@@ -74,7 +75,7 @@ def test_shared_memory_of_the_tables_fits_its_cards() -> None:
 
 def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
     from metainfer.kernels.audit import TARGETS, load_manifest
-    from metainfer.ops.attn_sparse.tiles import FEW, HOPPER, tile_for
+    from metainfer.ops.attn_sparse.tiles import FEW, FEW_SCALED, HOPPER, tile_for
     from metainfer.ops.linear import tiles as linear
     from metainfer.ops.moe_experts import tiles as experts
 
@@ -107,7 +108,9 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
         elif name.startswith("sparse-wgmma"):
             estimate = HOPPER.shared_bytes(512, 2)
         elif name.startswith("sparse-few"):
-            estimate = FEW.shared_bytes(512, 2, card)
+            scaled = "fp8" in name
+            few = FEW_SCALED if scaled else FEW
+            estimate = few.shared_bytes(512, 2, card, scaled)
         elif name.startswith(("sparse-sm", "sparse-fp8-sm")):
             scaled = "fp8" in name
             estimate = tile_for(card, scaled).shared_bytes(512, 2, card, scaled)

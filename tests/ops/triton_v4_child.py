@@ -394,6 +394,20 @@ def run_decoded_attention() -> float:
     return worst
 
 
+def run_scaled_attention() -> float:
+    """Scaled latents decoded by every query that reads them."""
+    worst = 0.0
+    for place, native, splits in ((2, True, 1), (0, False, 2)):
+        _, args, options = scaled_cases()[place]
+        truth = reference(args[0].double(), *args[1:], **options)
+        with poisoned():
+            found = attn_sparse(
+                *args, **options, native=native, tile=AttnTile(16, 16, 4, 2), splits=splits
+            )
+        worst = max(worst, off(found, truth.double()))
+    return worst
+
+
 RUNS: dict[str, Callable[[], float]] = {
     "stream": run_stream,
     "stream-splits": lambda: run_stream(2),
@@ -415,6 +429,7 @@ RUNS: dict[str, Callable[[], float]] = {
     "attention-splits": lambda: run_attention(4),
     "decoded-pages": run_decoded_pages,
     "decoded-attention": run_decoded_attention,
+    "scaled-attention": run_scaled_attention,
 }
 
 

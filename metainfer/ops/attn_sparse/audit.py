@@ -3,6 +3,7 @@
 from metainfer.kernels.variant import Variant
 from metainfer.ops.attn_sparse.tiles import (
     FEW,
+    FEW_SCALED,
     HOPPER,
     SMALL,
     SMALL_SCALED,
@@ -54,8 +55,8 @@ def _sparse(
         "SCALED": scaled, "CHAINED": few,
     }  # fmt: skip
     return Variant(
-        impl=f"attn_sparse/triton{'-wgmma' if few else kind}",
-        name=f"sparse{'-few' if few else kind}-{targets[-1]}-{splits}",
+        impl=f"attn_sparse/triton{'-wgmma' if few else ''}{kind}",
+        name=f"sparse{'-few' if few else ''}{kind}-{targets[-1]}-{splits}",
         kernel=f"{MODULE}:sparse_kernel",
         args=args,
         warps=tile.warps,
@@ -123,6 +124,7 @@ VARIANTS = (
     *(_by_hand(splits) for splits in (1, 16)),
     _by_hand(1, "-fp8"),
     _sparse(FEW, 16, 0, ON_HOPPER, few=True),
+    _sparse(FEW_SCALED, 16, 1, ON_HOPPER, few=True),
     *(_sparse(WGMMA, splits, 0, ON_HOPPER) for splits in (1, 16)),
     *(_sparse(WGMMA_SCALED, splits, 1, ON_HOPPER) for splits in (1, 16)),
     *(_sparse(SMALL, splits, 0, REST) for splits in (1, 16)),

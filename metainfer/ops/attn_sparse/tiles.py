@@ -59,8 +59,9 @@ WGMMA = Tile(heads=64, n=64, warps=8, stages=2)
 WGMMA_SCALED = Tile(heads=64, n=32, warps=8, stages=3)
 SMALL = Tile(heads=32, n=32, warps=8, stages=5)  # shared memory of 101,376 B, all of it
 SMALL_SCALED = Tile(heads=16, n=16, warps=8, stages=5)
-FEW = Tile(heads=16, n=64, warps=4, stages=2)
-"""Where a call has so few queries that time is latency."""
+FEW = Tile(heads=16, n=32, warps=4, stages=2)
+"""Where a call has so few queries that time is latency; and for scaled keys."""
+FEW_SCALED = Tile(heads=16, n=32, warps=4, stages=3)
 FEW_ROWS = 4
 """Most queries of such a call."""
 
@@ -72,8 +73,10 @@ def tile_for(capability: tuple[int, int] | None, scaled: bool = False) -> Tile:
     return SMALL_SCALED if scaled else SMALL
 
 
-def hopper_for(rows: int) -> Tile | HopperTile:
+def hopper_for(rows: int, scaled: bool = False) -> Tile | HopperTile:
     """The tile of the Hopper form, by the number of queries."""
+    if scaled:
+        return FEW_SCALED if rows <= FEW_ROWS else WGMMA_SCALED
     return FEW if rows <= FEW_ROWS else HOPPER
 
 

@@ -71,13 +71,19 @@ def _fold(q, keys, seen, factor, peak, total, mixed, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _turned_back(x, cos_sin, position, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
-    """x [H, D] with its last R channels turned by -position, pairs (2i, 2i + 1)."""
-    a, b = tl.split(tl.reshape(x, [H, D // 2, 2]))
+def _angles(cos_sin, position, D: tl.constexpr, R: tl.constexpr):
+    """(cos, sin) [D / 2] of the pairs of channels at `position`; 1 and 0 before the last R / 2."""
     i = tl.arange(0, D // 2) - (D - R) // 2
     row = cos_sin + position * R + i
-    cos = tl.load(row, mask=i >= 0, other=1.0)[None, :]
-    sin = tl.load(row + R // 2, mask=i >= 0, other=0.0)[None, :]
+    cos = tl.load(row, mask=i >= 0, other=1.0)
+    return cos, tl.load(row + R // 2, mask=i >= 0, other=0.0)
+
+
+@triton.jit
+def _turned_back(x, cos, sin, H: tl.constexpr, D: tl.constexpr):
+    """x [H, D] turned by the angles' negatives, pairs (2i, 2i + 1)."""
+    a, b = tl.split(tl.reshape(x, [H, D // 2, 2]))
+    cos, sin = cos[None, :], sin[None, :]
     return tl.reshape(tl.join(a * cos + b * sin, b * cos - a * sin), [H, D])
 
 
@@ -190,15 +196,15 @@ def sparse_kernel(
             scale_at = at
             if SCALED:
                 scale_at = tl.load(scale_places + mine + j, mask=seen, other=0)
-            keys = _keys(cache, at, scale_at, seen, D, SCALED, R)
+            keys = _keys(cache, at, scale_at, seen, D, SCALED, R).to(tile.dtype)
             peak, total, mixed = _fold(tile, keys, seen, factor, peak, total, mixed, EXACT)
         if SPLITS == 1:
             sink = tl.load(sinks + head, mask=head < H, other=0.0) * 1.4426950408889634
             above = tl.maximum(peak, sink)
             fade = tl.exp2(peak - above)
             total = total * fade + tl.exp2(sink - above)
-            position = tl.load(positions + t)
-            result = _turned_back(mixed * (fade / total)[:, None], cos_sin, position, HB, D, R)
+            cos, sin = _angles(cos_sin, tl.load(positions + t), D, R)
+            result = _turned_back(mixed * (fade / total)[:, None], cos, sin, HB, D)
             where = (t.to(tl.int64) * H + head[:, None]) * D + lane[None, :]
             tl.store(out + where, result.to(out.dtype.element_ty), mask=heads)
         else:
@@ -217,19 +223,21 @@ def merge_kernel(
     """The parts of one head of one query, the sink, and the turn back."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
+    # Straight on, so that everything is asked for at once.
     t, head = tl.program_id(0), tl.program_id(1)
-    if tl.load(counts + t) > 0:
-        split, lane = tl.arange(0, SPLITS), tl.arange(0, D)
-        place = (t.to(tl.int64) * H + head) * SPLITS + split
-        peak = tl.load(peaks + place)
-        sink = tl.load(sinks + head) * 1.4426950408889634
-        above = tl.maximum(tl.max(peak, axis=0), sink)
-        fade = tl.exp2(peak - above)
-        held = peak > float("-inf")  # a part without keys wrote nothing else
-        total = tl.load(totals + place, mask=held, other=0.0)
-        total = tl.sum(total * fade, axis=0) + tl.exp2(sink - above)
-        mixed = tl.load(parts + place[:, None] * D + lane[None, :], mask=held[:, None], other=0.0)
-        mixed = tl.reshape(tl.sum(mixed * (fade / total)[:, None], axis=0), [1, D])
-        result = _turned_back(mixed, cos_sin, tl.load(positions + t), 1, D, R)
-        where = (t.to(tl.int64) * H + head) * D + lane
-        tl.store(out + where, tl.reshape(result, [D]).to(out.dtype.element_ty))
+    split, lane = tl.arange(0, SPLITS), tl.arange(0, D)
+    place = (t.to(tl.int64) * H + head) * SPLITS + split
+    position, count = tl.load(positions + t), tl.load(counts + t)
+    sink = tl.load(sinks + head) * 1.4426950408889634
+    peak, total = tl.load(peaks + place), tl.load(totals + place)
+    mixed = tl.load(parts + place[:, None] * D + lane[None, :])
+    cos, sin = _angles(cos_sin, position, D, R)
+    held = peak > float("-inf")  # a part without keys wrote nothing else
+    above = tl.maximum(tl.max(peak, axis=0), sink)
+    fade = tl.exp2(peak - above)
+    total = tl.sum(tl.where(held, total * fade, 0.0), axis=0) + tl.exp2(sink - above)
+    mixed = tl.where(held[:, None], mixed * (fade / total)[:, None], 0.0)
+    result = _turned_back(tl.reshape(tl.sum(mixed, axis=0), [1, D]), cos, sin, 1, D)
+    where = (t.to(tl.int64) * H + head) * D + lane
+    result = tl.reshape(result, [D]).to(out.dtype.element_ty)
+    tl.store(out + where, result, mask=lane < tl.where(count > 0, D, 0))

@@ -60,8 +60,8 @@ def attn_sparse_scaled(
     """`attn_sparse` over ``latent-fp8@1``, in two forms. Which one follows from shapes alone
     (`tiles.decodes_first`): each query decodes its keys, or they are decoded once for all.
 
-    `native`: by the card's own e4m3, where it has the type; else by integers. `hopper`: what is
-    decoded first is then read in the Hopper form.
+    `native`: by the card's own e4m3, where it has the type; else by integers. `hopper`: in the
+    Hopper form.
     """
     if native is None:
         native = has_e4m3(_card(q.device)[0])
@@ -182,13 +182,11 @@ def attn_sparse(
     splits: int = 0,
     native: bool = True,
     hopper: bool = False,
-    chained: bool = False,
 ) -> Tensor:
     """See `ref.attn_sparse`; `selected` lists its entries first, then -1. D is a power of two.
 
     The number of parts follows from shapes alone (rows, table widths), never from lengths.
-    `hopper`: in the Hopper form where `tiles.hopper_for` says so, plain latents only.
-    `chained`: each launch begins while the one before ends (9.0 and newer).
+    `hopper`: by the tiles of `tiles.hopper_for`, and each launch begins while the one before ends.
     """
     if not heads_packed(q):
         raise InternalError(f"attention wants packed query heads, got strides {q.stride()}")
@@ -199,7 +197,7 @@ def attn_sparse(
     capability, units = _card(device)
     scaled = local.form.scale != "none"
     if tile is None:
-        tile = hopper_for(rows) if hopper and not scaled else tile_for(capability, scaled)
+        tile = hopper_for(rows, scaled) if hopper else tile_for(capability, scaled)
     block = min(tile.heads, max(16, triton.next_power_of_2(heads)))
     blocks, rotated = triton.cdiv(heads, block), cos_sin.shape[1]
     places = _located(
@@ -212,7 +210,7 @@ def attn_sparse(
         query_start,
         window,
         ratio,
-        chained,
+        hopper,
     )
     splits = splits or splits_for(rows * blocks, -(-places.width // tile.n), units)
     parts = peaks = totals = out
@@ -226,19 +224,19 @@ def attn_sparse(
         triton_wgmma.sparse_kernel[(programs,)](
             q, local.data, places.at, places.counts, sinks, cos_sin, positions, out, parts, peaks,
             totals, scale * LOG2E, items, q.stride(0), places.width, heads, d, rotated, tile.heads,
-            tile.n, splits, tile.warps, chained, num_warps=tile.warps, launch_pdl=chained,
+            tile.n, splits, tile.warps, hopper, num_warps=tile.warps, launch_pdl=hopper,
         )  # fmt: skip
     else:
         sparse_kernel[(rows, blocks, splits)](
             q, local.data, places.at, places.scale_at, places.counts, sinks, cos_sin, positions,
             out, parts, peaks, totals, scale * LOG2E, q.stride(0), places.width, heads, d, rotated,
             block, tile.n, splits, q.dtype == torch.float32, (1 if native else 2) if scaled else 0,
-            chained, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=chained,
+            hopper, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=hopper,
         )  # fmt: skip
     if splits > 1:
         merge_kernel[(rows, heads)](
             parts, peaks, totals, places.counts, sinks, cos_sin, positions, out, heads, d, rotated,
-            splits, chained, num_warps=4, launch_pdl=chained,
+            splits, hopper, num_warps=4, launch_pdl=hopper,
         )  # fmt: skip
     return out
 
@@ -246,4 +244,4 @@ def attn_sparse(
 wgmma = partial(attn_sparse, hopper=True)
 """`attn_sparse` for Hopper: as many heads as tiles of 64, 512 channels, plain latents."""
 wgmma_scaled = partial(attn_sparse_scaled, hopper=True)
-"""The same over ``latent-fp8@1``: chunks that are decoded first."""
+"""The same over ``latent-fp8@1``."""

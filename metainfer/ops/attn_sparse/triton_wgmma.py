@@ -1,8 +1,9 @@
 """The sparse attention kernel for Hopper, with its layouts and its pipeline written out (Gluon).
 
 The same arithmetic as `triton.sparse_kernel`. What is gained by hand: a tile of keys is copied into
-shared memory once and read there by both products, and while the matrix unit sums one tile's values
-it already holds the next tile's logits in its queue, behind which the copies after next are issued.
+shared memory once and read there by both products. A tile's values are summed while the next one
+may still be on its way; the next one's logits follow in the matrix unit's queue, and behind them
+the copies after next are issued.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -149,10 +150,12 @@ def sparse_kernel(
                 total = total * fade[:, None] + weight
                 p_tile.store(weight.to(q.dtype.element_ty))
                 mixed = mixed * gl.convert_layout(fade, gl.SliceLayout(1, values))[:, None]
-                async_copy.wait_group(0)
                 fence_async_shared()
                 _barrier()
                 mixed = warpgroup_mma(p_tile, ring.index(slot), mixed, is_async=True)
+                async_copy.wait_group(0)
+                fence_async_shared()
+                _barrier()
                 scores = warpgroup_mma(
                     q_tile, ring.index(1 - slot).permute((1, 0)), none, use_acc=False, is_async=True
                 )
@@ -172,7 +175,6 @@ def sparse_kernel(
             total = gl.sum(total * fade[:, None] + weight, axis=1)
             p_tile.store(weight.to(q.dtype.element_ty))
             mixed = mixed * gl.convert_layout(fade, gl.SliceLayout(1, values))[:, None]
-            async_copy.wait_group(0)
             fence_async_shared()
             _barrier()
             mixed = warpgroup_mma(p_tile, ring.index(slot), mixed, is_async=True)
