@@ -284,6 +284,10 @@ def moe(sweep: bool) -> Iterator[Work]:
     limit = 4.0  # clamps part of what random weights give
     few: list[AnyTile] = [WGMMA_STREAM, STREAM]
     some: list[AnyTile] = [WGMMA_STREAM]
+    middle: list[AnyTile] = [
+        WGMMA_CHUNK, WGMMA_STREAM, PipelinedTile(64, 16, 8, 4, 8), PipelinedTile(64, 32, 16, 4),
+        PipelinedTile(128, 32, 16, 8), PipelinedTile(128, 64, 32, 8),
+    ]  # fmt: skip
     many: list[AnyTile] = [WGMMA_CHUNK, CHUNK]
     if sweep:
         few += [WgmmaTile(64, 8, 4, 4, 2), WgmmaTile(64, 8, 4, 3, 4), PipelinedTile(64, 8, 8, 4, 8)]
@@ -293,7 +297,7 @@ def moe(sweep: bool) -> Iterator[Work]:
             PipelinedTile(128, 128, 64, 8), PipelinedTile(128, 128, 64, 8, persistent=True),
             PipelinedTile(128, 64, 64, 8), PipelinedTile(128, 64, 32, 8, persistent=True),
             PipelinedTile(128, 64, 32, 8), PipelinedTile(64, 64, 32, 4),
-            PipelinedTile(128, 64, 64, 8, wgmma=False),
+            PipelinedTile(64, 128, 64, 4), PipelinedTile(128, 64, 64, 8, wgmma=False),
         ]  # fmt: skip
     for rows in (1, 8, 32):
         x, copies = _tokens(rows, D), 6
@@ -312,12 +316,12 @@ def moe(sweep: bool) -> Iterator[Work]:
                 flops=6.0 * rows * TOP * D * F,
                 copies=copies,
             )
-    for rows in (128, 2048, 8192):
+    for rows in (128, 512, 2048, 8192) if sweep else (128, 2048, 8192):
         x = _tokens(rows, D)
         chosen = _routes(rows)
         distinct = len(set(chosen[0].flatten().tolist()))
         truth = cache(lambda x=x, c=chosen: _experts_truth(x, *c, up, down, limit, True))
-        for tile in some if rows == 128 else many:
+        for tile in {128: some, 512: middle}.get(rows, many):
             yield Work(
                 f"experts m={rows} ({distinct} distinct)",
                 _text(tile, "chunk"),
