@@ -160,6 +160,26 @@ def test_late_reads_change_no_answer(hybrid: Engine, schedule: int) -> None:
         assert {Phase.DECODE, Phase.MIXED} <= set(static.replays)
 
 
+def test_an_executor_reads_by_itself_what_a_plan_asks_for(
+    hybrid: Engine, late: StaticSteps
+) -> None:
+    """Whoever submits two plans gets what the engine gets, which asks before it submits."""
+    scheduler, executor = hybrid.scheduler, executor_of(hybrid)
+    requests = [request for _, request in requests_of(3, "by-itself")]
+    wanted = play(hybrid, [(0, each) for _, each in requests_of(3, "engine")])
+    answers = {request.request_id: Answer() for request in requests}
+    for request in requests:
+        hybrid.submit(request)
+    while scheduler.has_work:
+        plan = scheduler.schedule() if scheduler.awaiting < 2 else None
+        if plan is not None:
+            executor.submit(plan)
+        if scheduler.awaiting == 2 or plan is None:
+            for output in scheduler.commit(executor.collect()):
+                take(answers[output.request_id], output)
+    assert [each.tokens for each in answers.values()] == [each.tokens for each in wanted]
+
+
 class Counting:
     """Allows one id, which says how many it was told of."""
 
