@@ -18,7 +18,7 @@ from metainfer.kv.book.form import entry_form
 from metainfer.kv.store.entries import EntryPages, store
 from metainfer.ops.indexer import cases as indexer_cases
 from metainfer.ops.indexer import ref as indexer
-from metainfer.ops.indexer.tiles import SCORE, WIDE_SCORE, Tile
+from metainfer.ops.indexer.tiles import Tile
 from metainfer.ops.indexer.triton_calls import index_query, index_select
 from metainfer.ops.moe_experts.plan import planned, sorted_plan
 from metainfer.ops.moe_experts.tiles import wgmma_for
@@ -83,7 +83,7 @@ def _queries(sweep: bool) -> Iterator[Work]:
                 exact = indexer.index_query(few[0].double(), *few[1:], form)
                 return exact, indexer_cases.query_recipe(*few, form)
 
-            for heads in (0, 4, 8, 16, 32) if sweep else (0,):
+            for heads in (0, 4, 16) if sweep and layout == "index-fp4@1" else (0,):
 
                 def call(
                     i: int, q: Tensor = q, p: Tensor = positions, form: Any = form, n: int = heads
@@ -144,7 +144,8 @@ def _selection(
     seen = (positions + 1) // ratio
     scored = float(torch.where(seen > top, seen, 0).sum())
     kind = "prefill" if queries > 1 else "decode"
-    for variant, cut in (_CUTS[kind] if sweep else {"": {}}).items():
+    tried = sweep and layout != "index-fp8@1" and rows in (1, 8192)
+    for variant, cut in (_CUTS[kind] if tried else {"": {}}).items():
         yield Work(
             f"index {kind} {layout} q={rows} L={context} k={top}",
             variant,
@@ -163,21 +164,14 @@ def _selection(
 _CUTS: dict[str, dict[str, dict[str, Any]]] = {
     "decode": {
         "": {},
-        "64x4x3": {"tile": Tile(64, 4, 3)},
         "128x4x3": {"tile": Tile(128, 4, 3)},
-        "128x8x3": {"tile": Tile(128, 8, 3)},
         "2048 at once": {"lanes": 2048},
-        "4096 at once": {"lanes": 4096},
     },
     "prefill": {
         "": {},
-        "128x8x2": {"tile": SCORE},
-        "128x4x2": {"tile": Tile(128, 4, 2)},
         "128x8x3 in 2": {"tile": Tile(128, 8, 3, parts=2)},
-        "256x8x2 in 2": {"tile": WIDE_SCORE},
-        "256x8x3 in 2": {"tile": Tile(256, 8, 3, parts=2, registers=128)},
+        "256x8x2 in 2": {"tile": Tile(256, 8, 2, parts=2, registers=128)},
         "2048 at once": {"lanes": 2048},
-        "4096 at once": {"lanes": 4096},
     },
 }
 """Other tiles, and other numbers of scores that a row's program holds."""
@@ -284,7 +278,10 @@ V = 129280
 
 
 def sampling(sweep: bool) -> Iterator[Work]:
-    others = (SampleTile(1024, 4), SampleTile(2048, 4), SampleTile(4096, 8, 4096, 16))
+    others = (
+        SampleTile(1024, 4), SampleTile(2048, 4, 1024, 4), SampleTile(2048, 8, 4096, 16),
+        SampleTile(4096, 8, 8192, 16),
+    )  # fmt: skip
     for rows in (1, 8, 32, 128):
         logits = torch.randn(rows, V, device="cuda") * 3
         draws: dict[str, Any] = {
@@ -303,7 +300,7 @@ def sampling(sweep: bool) -> Iterator[Work]:
             ("top-k 50, top-p 0.95", SampleInputs(**draws, top_k=top_k, top_p=top_p)),
             ("hot, top-p 0.95", SampleInputs(**(draws | {"temperature": top_p * 4}), top_p=top_p)),
         ):
-            tried = sweep and rows in (1, 128) and name in ("greedy", "draw", "top-p 0.95")
+            tried = sweep and rows in (1, 128) and name != "min-p 0.02"
             for tile in (TILE, *(others if tried else ())):
                 yield Work(
                     f"sample {name} m={rows}",
