@@ -44,10 +44,10 @@ class FaultyEngine(Engine):
     def start(self) -> Any:
         info = super().start()
         executor: Any = self._executor
-        run, segment = executor._run, executor._segment
+        launch, segment = executor._launch, executor._segment
         spoil = False
 
-        def faulty_run(plan: StepPlan) -> Any:
+        def faulty_launch(plan: StepPlan) -> Any:
             nonlocal spoil
             spoil = self._ordered("nan")
             if self._ordered("oom"):
@@ -58,7 +58,7 @@ class FaultyEngine(Engine):
                 time.sleep(3600)
             if self._ordered("lock"):
                 ctypes.PyDLL(None).sleep(3600)
-            return run(plan)
+            return launch(plan)
 
         def faulty_segment(one: Segment) -> Any:
             nonlocal spoil
@@ -79,7 +79,7 @@ class FaultyEngine(Engine):
             finally:
                 del model.forward
 
-        executor._run, executor._segment = faulty_run, faulty_segment
+        executor._launch, executor._segment = faulty_launch, faulty_segment
         return info
 
     def _ordered(self, fault: str) -> bool:

@@ -16,7 +16,7 @@ from test_invariance import same
 
 from metainfer.core.errors import RequestError
 from metainfer.core.request import SamplingParams
-from metainfer.core.step import StepPlan, StepResult
+from metainfer.core.step import StepPlan
 from metainfer.engine.engine import Engine
 from metainfer.kv.store.pools import RowPool
 
@@ -72,13 +72,13 @@ def test_nothing_of_a_slot_or_page_outlives_its_owner(tmp_path: Path) -> None:
     alone = start(tmp_path, concurrency=1, prefix_cache=False, **wish)
     executor = engine._executor
     assert executor is not None
-    run = executor._run
+    submit = executor.submit
 
-    def poisoned(plan: StepPlan) -> StepResult:
+    def poisoned(plan: StepPlan) -> None:
         _poison(engine, plan.released)
-        return run(plan)
+        submit(plan)
 
-    executor._run = poisoned  # type: ignore[method-assign]
+    executor.submit = poisoned  # type: ignore[method-assign]
     rng = random.Random(6)
     stem = [rng.randrange(256) for _ in range(64)]
     hits = 0
