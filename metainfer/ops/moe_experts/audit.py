@@ -28,6 +28,9 @@ HOPPER = "metainfer.ops.moe_experts.triton_wgmma"
 PIPELINED = "metainfer.ops.moe_experts.triton_pipelined"
 EIGHTS = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"
 REST = ("sm_80", "sm_89", "sm_120")
+FORMS = {"triton-wgmma": ("sm_90",), "triton": ("sm_89", "sm_120"), "triton-bf16": ("sm_80",)}
+TABLES, BORDERS = ("triton-wgmma", "triton"), ("triton", "triton-bf16")
+"""Forms whose products read a table of blocks, and those that read each expert's borders."""
 D, F, E, TOP = 4096, 2048, 256, 6
 WEIGHTS = {"w": "*i16", "scales": "*i32", "refs": "*u8"}
 SHAPE = {"d": D, "f": F, "e": E, "top_k": TOP}
@@ -111,20 +114,20 @@ def _plain(kernel: str, args: dict[str, str | int | bool], tile: Tile, wide: boo
     )
 
 
-def _sorting(kernel: str, args: dict[str, str | int | bool], name: str, table: bool) -> Variant:
-    """Of the Hopper form (a table of blocks), and of the portable one."""
+def _around(form: str, kernel: str, name: str, args: dict[str, str | int | bool]) -> Variant:
+    """What stands around the products of a form, on the cards that choose it."""
     return Variant(
-        impl="moe_experts/triton-wgmma" if table else "moe_experts/triton",
+        impl=f"moe_experts/{form}",
         name=f"experts-{name}",
-        kernel=f"metainfer.ops.moe_experts.triton_sort:{kernel}",
+        kernel=f"metainfer.ops.moe_experts.{kernel}",
         args=args,
         warps=SORT_WARPS,
         shape={"rows": 8, **SHAPE},
-        targets=("sm_90", "sm_120") if table else REST,
+        targets=FORMS[form],
     )
 
 
-def _sort(table: bool, pairs: int) -> Variant:
+def _sort(form: str, table: bool, pairs: int) -> Variant:
     place, m = ("*i32", WGMMA_CHUNK.m) if table else ("*i64", CHUNK.m)
     args: dict[str, str | int | bool] = {
         "ids": "*i32", "counts": "*i32", "order": place, "table": "*i32", "tiles": "*i64",
@@ -132,23 +135,31 @@ def _sort(table: bool, pairs: int) -> Variant:
         "M": m, "PAIRS": pairs, "TABLE": table,
     }  # fmt: skip
     name = f"sort-{'table' if table else 'bounds'}-{pairs or 'counted'}"
-    return _sorting("sort_kernel", args, name, table)
+    return _around(form, "triton_sort:sort_kernel", name, args)
 
 
-def _count() -> Variant:
+def _count(form: str) -> Variant:
     args: dict[str, str | int | bool] = {
         "ids": "*i32", "counts": "*i32", "pairs": "i32", "share": "i32", "EP": lanes(E),
     }  # fmt: skip
-    return _sorting("count_kernel", args, "count", table=False)
+    return _around(form, "triton_sort:count_kernel", "count", args)
 
 
-def _plan(pairs: int) -> Variant:
+def _plan(form: str, pairs: int) -> Variant:
     args: dict[str, str | int | bool] = {
         "x": "*bf16", "q": "*fp8e4nv", "scales": "*fp32", "ids": "*i32", "order": "*i32",
         "table": "*i32", "rows": "i32", "x_stride": "i32:16", "pairs": "i32", "blocks": "i32",
         "K": D, "E": E, "EP": lanes(E), "M": WGMMA_STREAM.m, "ROWS": PLAN_ROWS, "PAIRS": pairs,
     }  # fmt: skip
-    return _sorting("plan_kernel", args, f"plan-{pairs}", table=True)
+    return _around(form, "triton_sort:plan_kernel", f"plan-{pairs}", args)
+
+
+def _combine(form: str) -> Variant:
+    args: dict[str, str | int | bool] = {
+        "y": "*bf16", "ids": "*i32", "shared": "*bf16", "out": "*bf16", "D": D, "TOP": TOP,
+        "BLOCK": 1024, "SHARED": True,
+    }  # fmt: skip
+    return _around(form, "triton_combine:combine_kernel", "combine", args)
 
 
 VARIANTS = (
@@ -158,9 +169,10 @@ VARIANTS = (
     *(_portable("chunk", PORTABLE_CHUNK, up) for up in (True, False)),
     *(_stream(STREAM, up) for up in (True, False)),
     *(_chunk(CHUNK, up) for up in (True, False)),
-    *(_sort(table, pairs) for table in (True, False) for pairs in (0, SORTED_PAIRS)),
-    _count(),
-    *(_plan(pairs) for pairs in (FEW_PAIRS, SLOTS, SORTED_PAIRS)),
+    *(_sort(form, True, pairs) for form in TABLES for pairs in (0, SORTED_PAIRS)),
+    *(_sort(form, False, pairs) for form in BORDERS for pairs in (0, SORTED_PAIRS)),
+    *(_plan(form, pairs) for form in TABLES for pairs in (FEW_PAIRS, SLOTS, SORTED_PAIRS)),
+    *(around(form) for form in FORMS for around in (_count, _combine)),
     *(_stream(STREAM_WIDE, up, wide=True) for up in (True, False)),
     *(_chunk(CHUNK_WIDE, up, wide=True) for up in (True, False)),
 )
