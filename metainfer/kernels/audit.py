@@ -193,6 +193,10 @@ def judge(variant: Variant, target: str, answer: Mapping[str, Any]) -> Build:
             "spill",
             f"spills {spill} B, {variant.spill_bytes} B are explained",
         )
+        serial = answer.get("serial", "")
+        verdict &= require(
+            not serial, "mma-serial", f"waits for each matrix instruction by itself: {serial}"
+        )
         verdict &= require(
             bool(found) == bool(variant.mma) and any(variant.mma in name for name in found)
             if variant.mma

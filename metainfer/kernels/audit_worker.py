@@ -59,12 +59,13 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - started
     ptx = built.asm["ptx"]
-    spill, assembler = assemble(ptx)
+    spill, serial, assembler = assemble(ptx)
     return {
         "ok": True,
         "shared_bytes": built.metadata.shared,
         "registers": registers(built.asm["cubin"]),
         "spill_bytes": spill,
+        "serial": serial,
         "mma": sorted(set(_MMA.findall(ptx))),
         "compiler": f"triton {triton.__version__}, ptxas {assembler}",
         "seconds": round(seconds, 3),
@@ -100,8 +101,9 @@ def registers(cubin: bytes) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def assemble(ptx: str) -> tuple[int | None, str]:
-    """Spilled bytes (stores plus loads) and the assembler's version, from ``ptxas -v``."""
+def assemble(ptx: str) -> tuple[int | None, str, str]:
+    """From ``ptxas -v``: spilled bytes (stores plus loads), why asynchronous matrix instructions
+    are waited for one by one (``""``: they are not), the assembler's version."""
     header = re.search(r"^\.target\s+(sm_(\d+)\w*)", ptx, re.MULTILINE)
     assert header is not None
     programs = [_tool("ptxas"), _tool("ptxas-blackwell")]
@@ -116,8 +118,10 @@ def assemble(ptx: str) -> tuple[int | None, str]:
             done = subprocess.run([program, *flags], capture_output=True, text=True)
             said = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
             if said:
-                return int(said.group(1)) + int(said.group(2)), _version(program)
-    return None, "unknown"
+                serial = re.search(r"instructions are serialized due to (.*)", done.stderr)
+                why = serial.group(1).partition(" in the function")[0] if serial else ""
+                return int(said.group(1)) + int(said.group(2)), why, _version(program)
+    return None, "", "unknown"
 
 
 def _version(program: str) -> str:

@@ -121,6 +121,7 @@ def test_changed_kernels_and_a_sample_rebuild_with_each_release(
         ({"shared_bytes": 101_377}, "101,377 B of shared memory of 101,376 B"),
         ({"spill_bytes": 8}, "spills 8 B"),
         ({"spill_bytes": None}, "spills None B"),
+        ({"serial": "insufficient registers"}, "by itself: insufficient registers"),
         ({"mma": ["mma.sync.aligned.m16n8k16"]}, "claims no matrix instruction"),
     ],
 )
