@@ -139,6 +139,22 @@ def run_forms() -> int:
     return count
 
 
+def run_search() -> int:
+    """Scores of few kinds, rising, falling, far apart, next to each other; k at every depth; in one
+    go and in many."""
+    count, q, g = 0, torch.zeros(1, HEADS, D), torch.ones(1, HEADS)
+    q[..., 0] = 1.0
+    kinds = integers(G, 20, 300)
+    steps = torch.arange(300)
+    near = [1 + values * 2.0**-23 for values in (kinds, steps)]
+    for values in (kinds, steps, steps.flip(0), torch.exp2(kinds.float() * 5), *near):
+        keys = torch.zeros(300, D)
+        keys[:, 0] = values
+        for k, lanes in ((5, 0), (40, 64), (58, 0), (130, 128), (9, 32), (146, 0), (299, 0)):
+            count += wrong([keys], [1], k, q=q, g=g, lanes=lanes)
+    return count
+
+
 def run_channels() -> int:
     """Keys decoded in two halves of their channels, and each form streamed past one query."""
     count, d = 0, 64
@@ -172,15 +188,15 @@ def run_unseen() -> int:
 
 def run_cuts() -> int:
     """Any number of parts, any workspace, any number of scores at once: the same rows, to the last.
-    16 at once: groups and their entries both come in several goes."""
+    32 at once: groups and their entries both come in several goes."""
     keys = [exact(3, n, D) for n in (290, 140)]
     state = G.get_state()
     count = 0
-    for cut in ({}, {"splits": 3}, {"workspace": 1}, {"workspace": 4000}, {"lanes": 16}):
+    for cut in ({}, {"splits": 3}, {"workspace": 1}, {"workspace": 4000}, {"lanes": 32}):
         G.set_state(state)
         count += wrong(keys, [3, 2], 3, **cut)
     tied = [k[integers(G, 3, len(k))] for k in keys]
-    return count + sum(wrong(tied, [2, 1], 9, lanes=lanes) for lanes in (16, 64))
+    return count + sum(wrong(tied, [2, 1], 9, lanes=lanes) for lanes in (32, 64))
 
 
 def unlike(mine: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> int:

@@ -26,9 +26,9 @@ CASES = (
     "sample/triton:float32",
 )
 RUNS = (
-    "lengths", "widths", "ties", "special", "forms", "channels", "sequences", "rows", "unseen",
-    "cuts", "route-scores", "route-special", "route-parts", "sample-borders", "sample-parts",
-    "sample-bins",
+    "lengths", "widths", "ties", "special", "forms", "search", "channels", "sequences", "rows",
+    "unseen", "cuts", "route-scores", "route-special", "route-parts", "sample-borders",
+    "sample-parts", "sample-bins",
 )  # fmt: skip
 
 
@@ -118,8 +118,9 @@ def test_cuts_follow_shapes() -> None:
     from metainfer.ops.moe_route.tiles import FEW, MANY, SOME, WHOLE
     from metainfer.ops.moe_route.tiles import tile_for as routing
 
-    assert splits_for(1, 2048, 132) == 528 and splits_for(1, 4, 132) == 4
+    assert splits_for(1, 2048, 132) == 512 and splits_for(1, 4, 132) == 4
     assert splits_for(512, 2048, 132) == 2 and splits_for(10_000, 2048, 132) == 1
+    assert splits_for(32, 32, 132) == 16
     assert query_block(1, 1, 64, 132) == 1 and query_block(30, 6, 64, 132) == 5
     assert query_block(2048, 1, 8, 132) == 16 and query_block(480, 1, 128, 132) == 64
     assert query_block(4096, 128, 1024, 132) == 32

@@ -44,7 +44,7 @@ def _score(suffix: str, tile: Tile, heads: int = 64) -> Variant:
         "positions": "*i64", "query_start": "*i32", "scores": "*i32", "largest": "*i32",
         "sequences": "i32", "first": "i32", **({} if alone else {"last": "i32", "block": "i32"}),
         "ratio": "i32", "top_k": "i32", "scale": "fp32", "g_stride": "i32", "table_stride": "i32",
-        "capacity": "i32", "bytes": "i32", "H": heads, "HB": heads, "D": 128, "N": tile.n,
+        "room": "i32", "bytes": "i32", "H": heads, "HB": heads, "D": 128, "N": tile.n,
         "PAGE": 64, "LAYOUT": bits, "GROUP": group, "NEAR": GROUP, "EXACT": False,
         **({} if alone else {"WIDE": tile.channels(128, group)}),
     }  # fmt: skip
@@ -70,7 +70,7 @@ def _select(lanes: int) -> Variant:
         args={
             "scores": "*i32", "largest": "*i32", "groups": "*i32", "positions": "*i64",
             "query_start": "*i32", "out": "*i32", "sequences": "i32", "first": "i32",
-            "ratio": "i32", "top_k": "i32", "capacity": "i32", "NEAR": GROUP, "LANES": lanes,
+            "ratio": "i32", "top_k": "i32", "room": "i32", "NEAR": GROUP, "LANES": lanes,
         },
         warps=select_warps(lanes),
         shape=SHAPE,

@@ -24,8 +24,8 @@ class Tile:
     registers: int = 0
 
     def shared_bytes(self, heads: int, d: int, element: int) -> int:
-        """Upper estimate: keys, queries on their way, and the sums' way between warps."""
-        return (self.n + self.stages * padded_heads(heads)) * d * element + 8 * self.n + 4096
+        """At most: keys, queries on their way, and a score each on its way to its writer."""
+        return (self.n + self.stages * padded_heads(heads)) * d * element + 4 * self.n
 
     def channels(self, d: int, group: int) -> int:
         """Channels decoded at once: whole groups that share a scale."""
@@ -35,7 +35,7 @@ class Tile:
 SCORE = Tile(n=128, warps=8, stages=2)
 """Many queries of a sequence: a tile of keys stays while they pass."""
 
-WIDE_SCORE = Tile(n=256, warps=8, stages=2, parts=2, registers=128)
+WIDE_SCORE = Tile(n=256, warps=8, stages=3, parts=2, registers=128)
 """The same where two programs of it share a multiprocessor: queries are read half as often."""
 
 STREAM = Tile(n=64, warps=4, stages=4)
@@ -98,5 +98,7 @@ def rows_at_once(rows: int, capacity: int, top_k: int, limit: int = WORKSPACE) -
 
 
 def splits_for(blocks: int, tiles: int, units: int) -> int:
-    """Programs that share the keys of a block of rows: from shapes alone, about four a unit."""
-    return max(1, min(tiles, -(-4 * units // max(blocks, 1))))
+    """Programs that share the keys of a block of rows, each as many tiles as the others: from
+    shapes alone, at most about four a unit."""
+    each = -(-tiles * blocks // (4 * units))
+    return -(-tiles // max(each, 1))

@@ -109,7 +109,7 @@ def _ordered(x):
 
 @triton.jit
 def _keep(
-    hit, weight, factor, tile, count, scores, largest, line, capacity,
+    hit, weight, factor, tile, count, scores, largest, line, room,
     H: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """Scores of tile's N entries from hit [N, heads], and the largest of every NEAR of them; of
@@ -121,26 +121,26 @@ def _keep(
     hit = tl.maximum(hit, 0.0, propagate_nan=tl.PropagateNan.ALL)
     value = _ordered(tl.sum(hit * weight[None, :], axis=1) * factor)
     value = tl.where(w < count, value, _LEAST)
-    tl.store(scores + line * capacity + w, value)
+    tl.store(scores + line * room * 64 + w, value)
     best = tl.max(tl.reshape(value, [N // NEAR, NEAR]), axis=1)
     group = tile * (N // NEAR) + tl.arange(0, N // NEAR)
-    tl.store(largest + line * (capacity // NEAR) + group, best)
+    tl.store(largest + line * room * (64 // NEAR) + group, best)
 
 
 @triton.jit(do_not_specialize=[
-    "sequences", "first", "last", "block", "ratio", "top_k", "g_stride", "table_stride", "capacity",
+    "sequences", "first", "last", "block", "ratio", "top_k", "g_stride", "table_stride", "room",
     "bytes",
 ])  # fmt: skip
 def score_kernel(
     q, g, data, page_table, positions, query_start, scores, largest, sequences, first, last, block,
-    ratio, top_k, scale, g_stride, table_stride, capacity, bytes,
+    ratio, top_k, scale, g_stride, table_stride, room, bytes,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     LAYOUT: tl.constexpr, GROUP: tl.constexpr, NEAR: tl.constexpr, EXACT: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows `first` .. `last` - 1 in blocks of `block`; program (block, part) takes every so-manieth
-    tile of N entries, kept while the block's queries pass. `scores` [rows, capacity], `largest`
-    [rows, capacity / NEAR] of this call. Rows that see `top_k` entries or fewer take them all, so
+    tile of N entries, kept while the block's queries pass. `scores` [rows, 64 room], `largest`
+    [rows, 64 room / NEAR] of this call. Rows that see `top_k` entries or fewer take them all, so
     they are not scored."""
     part, parts = tl.program_id(1), tl.num_programs(1)
     row = first + tl.program_id(0) * block
@@ -181,18 +181,18 @@ def score_kernel(
                             hit = _product(rest, query, hit, EXACT)
                         _keep(
                             hit, weight, factor, tile, (begin + t - row + 1) // ratio, scores,
-                            largest, tl.cast(t - first, tl.int64), capacity, H, NEAR,
+                            largest, tl.cast(t - first, tl.int64), room, H, NEAR,
                         )  # fmt: skip
             row = stop
             s += 1
 
 
 @triton.jit(do_not_specialize=[
-    "sequences", "first", "ratio", "top_k", "g_stride", "table_stride", "capacity", "bytes",
+    "sequences", "first", "ratio", "top_k", "g_stride", "table_stride", "room", "bytes",
 ])  # fmt: skip
 def stream_kernel(
     q, g, data, page_table, positions, query_start, scores, largest, sequences, first,
-    ratio, top_k, scale, g_stride, table_stride, capacity, bytes,
+    ratio, top_k, scale, g_stride, table_stride, room, bytes,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     LAYOUT: tl.constexpr, GROUP: tl.constexpr, NEAR: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -218,5 +218,5 @@ def stream_kernel(
             hit = _product(keys, query, tl.zeros([N, HB], tl.float32), EXACT)
             _keep(
                 hit, weight, factor, tile, most, scores, largest,
-                tl.program_id(0).to(tl.int64), capacity, H, NEAR,
+                tl.program_id(0).to(tl.int64), room, H, NEAR,
             )  # fmt: skip

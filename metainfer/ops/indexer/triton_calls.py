@@ -91,7 +91,7 @@ def index_select(
     alone, bits, (units, shared) = rows <= sequences, BITS[form.layout], _card(device)
     tile = tile or (STREAM if alone else score_tile(bits, shared, heads, d, q.element_size()))
     capacity = triton.cdiv(page_table.shape[1] * pages.entries, tile.n) * tile.n
-    tiles = capacity // tile.n
+    tiles, room = capacity // tile.n, capacity // 64
     scored = capacity > top_k
     many = rows_at_once(rows, capacity, top_k, workspace) if scored else rows
     block = 1 if alone else query_block(many, sequences, tiles, units)
@@ -105,8 +105,8 @@ def index_select(
     largest = numbers[capacity * many :]
     groups = largest[capacity // GROUP * many :]
     common = (
-        ratio, top_k, scale, g.stride(0), page_table.stride(0), capacity, pages.data.stride(0),
-        heads, padded_heads(heads), d, tile.n, pages.entries, bits, form.group, GROUP,
+        ratio, top_k, scale, g.stride(0), page_table.stride(0), room, pages.data.stride(0), heads,
+        padded_heads(heads), d, tile.n, pages.entries, bits, form.group, GROUP,
         q.dtype == torch.float32,
     )  # fmt: skip
     for first in range(0, rows, many):
@@ -125,6 +125,6 @@ def index_select(
                 score_kernel[grid](*inputs, first, last, block, *common, wide, **how)
         select_kernel[(last - first,)](
             numbers, largest, groups, positions, query_start, out, sequences, first, ratio, top_k,
-            capacity, GROUP, lanes, num_warps=select_warps(lanes),
+            room, GROUP, lanes, num_warps=select_warps(lanes),
         )  # fmt: skip
     return out

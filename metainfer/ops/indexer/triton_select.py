@@ -83,7 +83,7 @@ def _take(
 ):  # fmt: skip
     """The places of the k highest of `count` groups, rising: out [k]."""
     border, equals = _kth(source, groups, listed, count, k, LANES, NEAR)
-    STEP: tl.constexpr = LANES // 2
+    STEP: tl.constexpr = LANES // 2 if LANES > 2048 else LANES // 4  # registers
     higher = tl.full([], 0, tl.int32)
     equal = tl.full([], 0, tl.int32)
     for first in range(0, count, STEP // NEAR):
@@ -99,12 +99,13 @@ def _take(
         higher, equal = higher + (passed & 0xFFFF), equal + (passed >> 16)
 
 
-@triton.jit(do_not_specialize=["sequences", "first", "ratio", "top_k", "capacity"])
+@triton.jit(do_not_specialize=["sequences", "first", "ratio", "top_k", "room"])
 def select_kernel(
-    scores, largest, groups, positions, query_start, out, sequences, first, ratio, top_k, capacity,
+    scores, largest, groups, positions, query_start, out, sequences, first, ratio, top_k, room,
     NEAR: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Row `first` + program: its `top_k` entries, rising, then -1; `groups` [rows, top_k]."""
+    """Row `first` + program: its `top_k` entries, rising, then -1. A line of `scores` holds 64 *
+    `room` of them, one of `largest` a NEAR-th; `groups` [rows, top_k]."""
     line = tl.program_id(0).to(tl.int64)
     t = first + tl.program_id(0)
     mine = out + t.to(tl.int64) * top_k
@@ -117,11 +118,13 @@ def select_kernel(
     else:
         count = tl.cdiv(seen, NEAR)
         kept = groups + line * top_k
-        largest += line * (capacity // NEAR)
-        scores += line * capacity
-        if (seen > LANES) & (count > top_k):
-            _take(largest, kept, False, tl.cdiv(count, NEAR), top_k, kept, LANES, NEAR)
+        largest += line * room * (64 // NEAR)
+        scores += line * room * 64
+        narrowed = (seen > LANES) & (count > top_k)
+        for turn in range(tl.where(narrowed, 0, 1), 2):  # groups, then entries
+            if turn == 0:
+                source, many, target = largest, tl.cdiv(count, NEAR), kept
+            else:
+                source, many, target = scores, tl.where(narrowed, top_k, count), mine
+            _take(source, kept, narrowed & (turn == 1), many, top_k, target, LANES, NEAR)
             tl.debug_barrier()
-            _take(scores, kept, True, top_k, top_k, mine, LANES, NEAR)
-        else:
-            _take(scores, kept, False, count, top_k, mine, LANES, NEAR)
