@@ -115,7 +115,7 @@ def test_b30_a_hang_is_told_and_ended(tmp_path: Path) -> None:
         log = server.log.read_text()
     assert told is not None and told.status_code == 503
     assert "chunk, 1 runs, 3 tokens" in told.json()["reason"]
-    assert "Timeout" in log and "in faulty_run" in log
+    assert "Timeout" in log and "in faulty_launch" in log
     assert re.search("the engine hangs: step [0-9]+: chunk, 1 runs, 3 tokens", log)
 
 
