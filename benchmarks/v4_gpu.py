@@ -287,6 +287,7 @@ def decode_costs(engine: Engine, batch: int, args: argparse.Namespace) -> dict[s
     while fed < batch:
         outputs, _ = engine.step()
         fed = sum(len(output.tokens) for output in outputs)
+    engine.step()  # launches two steps where one is launched ahead, and later turns one each
     found = costs(engine, f"decode {batch}", args, 4)
     while engine.has_work:
         engine.step()
