@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
 QUALIFICATION = "qualification"
-MOST_LANES = 8
+MOST_LANES = 16
 """Child processes that prove kernels at once: each holds a context of about half a gigabyte."""
 
 
@@ -182,7 +182,7 @@ class Machine:
         """Child processes for so many kernels. A host's kernels use its cores themselves, and one
         that is alone is not worth a process."""
         cores = self.facts.host.usable_cores or 1
-        return 1 if self.facts.device.kind == CPU else max(1, min(kernels, cores // 2, MOST_LANES))
+        return 1 if self.facts.device.kind == CPU else min(kernels, cores, MOST_LANES)
 
     def keep(self, impl: Impl, dtype: str, found: Qualification) -> None:
         """An outcome counts from now on, and is a record."""
