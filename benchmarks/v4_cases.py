@@ -119,7 +119,8 @@ def _matrix(name: str, n: int, k: int, sweep: bool) -> Iterator[Work]:
         x = _tokens(rows, k)
         tiles: list[StreamTile | None] = [None]
         if sweep:
-            tiles += [StreamTile(64, 4, 4), StreamTile(128, 8, 4, early=True)]
+            tiles += [StreamTile(128, 8, 4), StreamTile(128, 8, 4, early=1)]
+            tiles += [StreamTile(64, 4, 4, early=2)]
         for tile in tiles:
             yield Work(
                 f"linear {name} m={rows}",
@@ -134,8 +135,8 @@ def _matrix(name: str, n: int, k: int, sweep: bool) -> Iterator[Work]:
         x = _tokens(rows, k)
         q = quantise(x)
         chunks: list[ChunkTile | None] = [None]
-        if sweep and rows >= 2048:
-            chunks += [ChunkTile(64, 128, 4, 4, True, group=32), ChunkTile(64, 128, 4, 3, True)]
+        if sweep and rows <= 128:
+            chunks += [ChunkTile(64, 64, 4, 3, True), ChunkTile(64, 128, 4, 3, True)]
         for chunk_tile in chunks:
             yield Work(
                 f"linear {name} m={rows}",
@@ -158,8 +159,8 @@ def _matrix(name: str, n: int, k: int, sweep: bool) -> Iterator[Work]:
 
 def out_group(sweep: bool) -> Iterator[Work]:
     """wo_a: eight groups of 1024 rows, activations as they are."""
-    groups, n, k, copies = 8, 8192, 4096, 6
-    weights = _fp8_weights(n, k, copies)
+    groups, n, k = 8, 8192, 4096
+    weights = _fp8_weights(n, k, 6)
 
     @cache
     def dense() -> Tensor:
@@ -171,47 +172,31 @@ def out_group(sweep: bool) -> Iterator[Work]:
         return exact, exact.to(BF16)
 
     others: dict[int, tuple[GroupTile, ...]] = {
-        1: (
-            GroupTile(16, 128, 128, 8, 4),
-            GroupTile(16, 64, 128, 4, 7, each=1),
-            GroupTile(16, 64, 128, 4, 5, early=True),
-        ),
-        16: (GroupTile(16, 128, 128, 8, 4), GroupTile(16, 64, 128, 4, 7, each=1)),
-        32: (GroupTile(32, 128, 128, 8, 3),),
-        64: (GroupTile(64, 128, 128, 8, 3),),
-        128: (GroupTile(128, 128, 64, 8, 4), GroupTile(128, 64, 128, 4, 3, each=1)),
-        2048: (GroupTile(128, 128, 64, 8, 4, tma=True), GroupTile(256, 64, 64, 4, 3, tma=True)),
-        8192: (
-            GroupTile(256, 128, 64, 8, 3, tma=True),
-            GroupTile(128, 128, 64, 8, 4, tma=True),
-            GroupTile(128, 128, 64, 4, 3, tma=True),
-            GroupTile(256, 64, 64, 4, 3, tma=True),
-        ),
+        1: (GroupTile(16, 64, 4, 4, each=4), GroupTile(16, 128, 8, 4, early=2)),
+        16: (GroupTile(16, 64, 4, 5, each=2, early=2), GroupTile(16, 128, 8, 4, early=2)),
+        32: (GroupTile(32, 64, 4, 4, each=2, early=2), GroupTile(32, 128, 8, 3, early=2)),
+        64: (GroupTile(64, 64, 4, 3, each=3, early=2),),
+        128: (GroupTile(128, 64, 4, 3, early=2),),
     }
     for rows in (1, 16, 32, 64, 128, 512, 2048, 8192):
         o = _tokens(rows, groups * k)
-        tiles: list[GroupTile | None] = [None, *(others.get(rows, ()) if sweep else ())]
-        for tile in tiles:
-            yield Work(
-                f"out_group m={rows}",
-                _text(tile, "fp8"),
-                lambda i, o=o, t=tile: grouped(o, *weights[i], groups=groups, tile=t),
-                lambda o=o: truth(o),
-                bytes=n * k + rows * 2 * (n + groups * k),
-                flops=2.0 * rows * n * k,
-                rate="bf16_flops",
-                copies=copies if rows <= 128 else 2,
+        forms: dict[str, Callable[[int], Tensor]] = {}
+        for tile in (None, *(others.get(rows, ()) if sweep else ())) if rows <= 128 else ():
+            forms[_text(tile, "fp8")] = lambda i, o=o, t=tile: grouped(
+                o, *weights[i], groups=groups, tile=t
             )
-        if rows >= 512:
+        if rows >= 128:
+            forms["decoded"] = lambda i, o=o: batched(o, decoded(*weights[i], o.dtype), groups)
+        for name, call in forms.items():
             yield Work(
                 f"out_group m={rows}",
-                "decoded, library",
-                lambda i, o=o: batched(o, decoded(*weights[i], o.dtype), groups),
+                name,
+                call,
                 lambda o=o: truth(o),
                 bytes=n * k + rows * 2 * (n + groups * k),
                 flops=2.0 * rows * n * k,
                 rate="bf16_flops",
-                copies=2,
+                copies=6,
             )
 
 
@@ -455,6 +440,12 @@ def _attention(
     }
     if rows <= 2048 and (form.scale == "none" or rows <= 32):
         forms["smaller cards"] = lambda i: attn_sparse(*args, lens, **options, tile=small)
+    if sweep and rows in (1, 8, 2048) and form.scale == "none":
+        sizes = ((32, 32, 8, 2), (32, 16, 8, 5), (16, 32, 8, 5))
+        forms |= {
+            _text(tile, "sliced"): lambda i, t=tile: attn_sparse(*args, lens, **options, tile=t)
+            for tile in (AttnTile(*size, sliced=True) for size in sizes)
+        }
     chosen = wgmma if form.scale == "none" else wgmma_scaled
     forms["as shapes choose"] = lambda i: chosen(*args, lens, **options)
     for text, call in forms.items():

@@ -20,9 +20,9 @@ def block_scale(scales, at, E8M0: tl.constexpr):
 
 @triton.jit
 def come_early(lines):
-    """In a kernel launched before the one in front of it ended: what `lines` points to (cache lines
-    that no kernel writes) is asked for, the next kernel may come, and then it is waited for what
-    the one in front wrote."""
+    """In a kernel launched before the one in front ended: ask for the cache lines that `lines`
+    points to (no kernel writes them), let the next kernel come, and wait for what the one in front
+    writes."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines],
         dtype=tl.int32, is_pure=False, pack=1,

@@ -21,7 +21,7 @@ from metainfer.formats.blocks import FORMATS
 from metainfer.ops.case import generator, normal, poisoned
 from metainfer.ops.linear.fp8 import chunk, quantise
 from metainfer.ops.linear.tiles import ChunkTile
-from metainfer.ops.out_group.fp8 import grouped
+from metainfer.ops.out_group.fp8 import decoded, grouped
 from metainfer.ops.out_group.tiles import GroupTile
 
 G = generator(23)
@@ -77,13 +77,13 @@ def run_quantise_many() -> float:
 
 
 def run_grouped() -> float:
-    """Every form: tokens that fill no tile, tiles of tokens in turns, parts of K, both scales,
-    the weight as its type and as bytes."""
-    groups, rows, k, worst = 2, 128, 256, 0.0
+    """Tokens that fill no tile, whole and in parts, both scales, the weight as its type and as
+    bytes; for many tokens the matrix decoded."""
+    groups, rows, k, worst = 2, 128, 512, 0.0
     tiles = (
-        (5, GroupTile(16, 64, 128, 4, 2), 2),
-        (37, GroupTile(16, 128, 64, 4, 2, group=2), 2),
-        (20, GroupTile(32, 64, 128, 4, 2), 1),
+        (5, GroupTile(16, 64, 4, 2), 2),
+        (16, GroupTile(16, 128, 4, 2), 1),
+        (20, GroupTile(32, 64, 4, 2), 4),
     )
     for scheme, (tokens, tile, splits) in product(("fp8_128", "fp8_128_f32"), tiles):
         weight, values = sloped(groups * rows, k, scheme)
@@ -95,7 +95,9 @@ def run_grouped() -> float:
             with poisoned():
                 mine = grouped(o, data, weight.scale, groups=groups, tile=tile, splits=splits)
             worst = max(worst, off(mine, truth))
-    return worst
+    with poisoned():
+        whole = decoded(weight.data, weight.scale, torch.float32)
+    return max(worst, float(not torch.equal(whole.double(), values)))
 
 
 RUNS: dict[str, Callable[[], float]] = {

@@ -17,6 +17,7 @@ from metainfer.core.errors import InternalError
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.tiles import (
     BLOCK,
+    CHUNK_PARTS,
     STREAM_ROWS,
     ChunkTile,
     StreamTile,
@@ -107,7 +108,7 @@ def stream(
     if rows == 0:
         return out
     device = x.device
-    tile = tile or stream_for(capability(device), rows)
+    tile = tile or stream_for(capability(device), rows, n * k)
     tiles = triton.cdiv(n, tile.n)
     splits = splits or k_splits(tiles, k, units(device))
     parts, counters = parts_of(out, weight, tiles, splits)
@@ -115,7 +116,7 @@ def stream(
         x, weight, scale, out, parts, counters, rows, x.stride(0), n, scale.stride(0),
         k, max(16, triton.next_power_of_2(rows)), tile.n, splits, k // BLOCK // splits,
         scale.dtype == torch.uint8, device.type == "cuda" and not wide, wide_type(device),
-        tile.early, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=tile.early,
+        tile.early, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=tile.early > 0,
     )  # fmt: skip
     return out
 
@@ -137,9 +138,9 @@ def chunk(
     out = torch.empty((rows, n), dtype=dtype, device=device)
     if rows == 0:
         return out
-    tile = tile or chunk_for(capability(device), wide)
+    tile = tile or chunk_for(capability(device), wide, rows)
     tiles = triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
-    splits = splits or k_splits(tiles, k, units(device))
+    splits = splits or k_splits(tiles, k, units(device), CHUNK_PARTS)
     parts, counters = parts_of(out, weight, tiles, splits)
     left, right = q, weight
     if tile.tma:

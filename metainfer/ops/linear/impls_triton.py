@@ -40,13 +40,17 @@ def _fits(wide: bool) -> Callable[[Context], Verdict]:
     return fits
 
 
-def _stream_tiles(capability: tuple[int, int] | None, rows: int) -> tuple[StreamTile, ...]:
+def _stream_tiles(
+    capability: tuple[int, int] | None, rows: int, size: int
+) -> tuple[StreamTile, ...]:
     """Tiles to try, the card's own first."""
     tried = (StreamTile(n, w, s) for n in (32, 64, 128) for w in (4, 8) for s in (3, 4, 5))
-    return tuple(dict.fromkeys((stream_for(capability, rows), *tried)))
+    return tuple(dict.fromkeys((stream_for(capability, rows, size), *tried)))
 
 
-def _chunk_tiles(capability: tuple[int, int] | None, wide: bool) -> tuple[ChunkTile, ...]:
+def _chunk_tiles(
+    capability: tuple[int, int] | None, wide: bool, rows: int
+) -> tuple[ChunkTile, ...]:
     """As `_stream_tiles`. The bulk copy engine is tried where there is one."""
     hopper = capability is not None and capability >= (9, 0)
     bulk = (False, True) if hopper and not wide else (False,)
@@ -58,7 +62,7 @@ def _chunk_tiles(capability: tuple[int, int] | None, wide: bool) -> tuple[ChunkT
         for tma in bulk
         for group in (8, 32)
     )
-    return tuple(dict.fromkeys((chunk_for(capability, wide), *tried)))
+    return tuple(dict.fromkeys((chunk_for(capability, wide, rows), *tried)))
 
 
 def _settings(wide: bool) -> Callable[[Context], tuple[Setting, ...]]:
@@ -67,16 +71,17 @@ def _settings(wide: bool) -> Callable[[Context], tuple[Setting, ...]]:
     def settings(context: Context) -> tuple[Setting, ...]:
         card, rows = context.facts.device.capability, extent(context, "rows")
         if rows <= STREAM_ROWS:
+            size = extent(context, "n") * extent(context, "k")
             return tuple(
                 Setting({"stream_tile": asdict(tile)}, tile.shared_bytes(rows, wide))
-                for tile in _stream_tiles(card, rows)
+                for tile in _stream_tiles(card, rows, size)
             )
         return tuple(
             Setting(
                 {"chunk_tile": asdict(tile)},
                 tile.wide_bytes(card) if wide else tile.shared_bytes(),
             )
-            for tile in _chunk_tiles(card, wide)
+            for tile in _chunk_tiles(card, wide, rows)
         )
 
     return settings

@@ -13,13 +13,16 @@ STREAM_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class StreamTile:
-    """`n` rows of the weight per program, streamed 128 channels at a time. `early`: programs come
-    before the kernel in front has ended and ask for their weights (9.0 and newer)."""
+    """`n` rows of the weight per program, streamed 128 channels at a time.
+
+    `early`: programs come before the kernel in front has ended and ask for so many blocks of their
+    weights (9.0 and newer, a power of two); 0: they do not.
+    """
 
     n: int
     warps: int
     stages: int
-    early: bool = False
+    early: int = 0
 
     def shared_bytes(self, rows: int, wide: bool = False) -> int:
         """Upper estimate: weight and activation buffers, and one quantised activation tile.
@@ -61,20 +64,29 @@ class ChunkTile:
         return max(buffers * step + scratch, self.m * self.n * 4) + 1024
 
 
-STREAM = StreamTile(n=128, warps=8, stages=4)
+STREAM = StreamTile(n=128, warps=8, stages=4, early=2)
 STREAM_WIDE = StreamTile(n=128, warps=4, stages=3)  # more than 16 tokens
+STREAM_SHORT = StreamTile(n=64, warps=4, stages=4, early=2)  # and a small matrix
 STREAM_SMALL = StreamTile(n=64, warps=4, stages=4)  # shared memory of 101,376 B
 STREAM_SMALL_WIDE = StreamTile(n=64, warps=4, stages=3)
 CHUNK_WGMMA = ChunkTile(m=64, n=128, warps=4, stages=3, tma=True, group=32)
 CHUNK = ChunkTile(m=128, n=128, warps=8, stages=3)
 CHUNK_WIDE = ChunkTile(m=128, n=128, warps=8, stages=3)
 """In bfloat16."""
+CHUNK_FEW_WGMMA = ChunkTile(m=64, n=64, warps=4, stages=4, tma=True, group=32)
+CHUNK_FEW = ChunkTile(m=64, n=64, warps=4, stages=3)
+FEW_ROWS = 128
+"""Tokens up to which tiles are small, so that there are enough of them."""
+SMALL = 1 << 24
+"""Elements of a matrix whose streaming is over before a card is full."""
 
 
-def stream_for(capability: tuple[int, int] | None, rows: int) -> StreamTile:
-    """The streaming tile of a card."""
+def stream_for(capability: tuple[int, int] | None, rows: int, size: int = SMALL) -> StreamTile:
+    """The streaming tile of a card for a matrix of `size` elements."""
     if capability is not None and capability[0] == 9:
-        return STREAM if rows <= 16 else STREAM_WIDE
+        if rows <= 16:
+            return STREAM
+        return STREAM_SHORT if size < SMALL else STREAM_WIDE
     return STREAM_SMALL if rows <= 16 else STREAM_SMALL_WIDE
 
 
@@ -83,21 +95,30 @@ def has_e4m3(capability: tuple[int, int] | None) -> bool:
     return capability is None or capability >= (8, 9)
 
 
-def chunk_for(capability: tuple[int, int] | None, wide: bool = False) -> ChunkTile:
-    """The tile for many tokens; `wide`: in bfloat16."""
+def chunk_for(
+    capability: tuple[int, int] | None, wide: bool = False, rows: int = FEW_ROWS + 1
+) -> ChunkTile:
+    """The tile for more tokens than are streamed; `wide`: in bfloat16."""
+    hopper = capability is not None and capability[0] == 9 and not wide
+    if rows <= FEW_ROWS:
+        return CHUNK_FEW_WGMMA if hopper else CHUNK_FEW
     if wide:
         return CHUNK_WIDE
-    return CHUNK_WGMMA if capability is not None and capability[0] == 9 else CHUNK
+    return CHUNK_WGMMA if hopper else CHUNK
 
 
-def k_splits(tiles: int, k: int, units: int) -> int:
+CHUNK_PARTS = 4
+"""Most parts of a tile's sum over K: one program adds what the others left."""
+
+
+def k_splits(tiles: int, k: int, units: int, most: int = 1 << 10) -> int:
     """Into how many parts K is cut: about two programs per multiprocessor, two blocks each.
 
     A divisor of the number of blocks, so that every part is as long.
     """
     blocks = k // BLOCK
     best = 1
-    for parts in range(1, blocks // 2 + 1):
+    for parts in range(1, min(blocks // 2, most) + 1):
         if blocks % parts == 0 and tiles * parts <= 2 * units:
             best = parts
     return best

@@ -80,9 +80,9 @@ def stream_kernel(
     token = x + m.to(tl.int64)[:, None] * x_stride + first * 128 + k[None, :]
     row_scale = (tile * BN // 128) * scale_stride + first
     ahead = block_scale(scales, row_scale, E8M0)
-    if EARLY:
-        LINES: tl.constexpr = STEPS & -STEPS  # a power of two that divides them
-        come_early(w + held[:, None] * K + (first + tl.arange(0, LINES)[None, :]) * 128)
+    if EARLY > 0:
+        asked = first + tl.minimum(tl.arange(0, EARLY), STEPS - 1)
+        come_early(w + held[:, None] * K + asked[None, :] * 128)
     for step in range(STEPS):
         weight_scale = ahead  # the next one is on its way while this block is multiplied
         ahead = block_scale(scales, row_scale + tl.minimum(step + 1, STEPS - 1), E8M0)

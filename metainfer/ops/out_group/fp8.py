@@ -1,4 +1,4 @@
-"""Calls of the grouped FP8 products."""
+"""Calls of the grouped FP8 products: few tokens stream the weight, many have it decoded."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from metainfer.core.errors import InternalError
 from metainfer.ops.linear.fp8 import capability, parts_of, units
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.tiles import has_e4m3
-from metainfer.ops.out_group.tiles import GroupTile, splits_for, tile_for
+from metainfer.ops.out_group.tiles import FEW_ROWS, GroupTile, splits_for, tile_for
+from metainfer.ops.out_group.torch_group import batched
 from metainfer.ops.out_group.triton_group import decode_kernel, group_kernel
 
 
@@ -27,25 +27,22 @@ def grouped(
     tile: GroupTile | None = None,
     splits: int = 0,
 ) -> Tensor:
-    """``z_g = W_g . o_g``: o [T, groups K], weight e4m3 (or its bytes) [N, K], scale
+    """``z_g = W_g . o_g``: o [T <= 128, groups K], weight e4m3 (or its bytes) [N, K], scale
     [N / 128, K / 128] as float32 or the bytes of 2^(byte - 127) -> [T, N] in o's dtype."""
     rows, (n, k), device = o.shape[0], weight.shape, o.device
     out = torch.empty((rows, n), dtype=o.dtype, device=device)
     if rows == 0:
         return out
     tile = tile or tile_for(capability(device), rows)
-    splits = splits or splits_for(tile, rows, n, k, units(device))
-    tiles = triton.cdiv(rows, tile.m) * (n // tile.n)
+    if rows > tile.m:
+        raise InternalError(f"a tile of {tile.m} tokens was asked to serve {rows}")
+    splits = splits or splits_for(tile, n, k, units(device))
+    tiles = n // tile.n
     parts, counters = parts_of(out, weight, tiles, splits)
-    left, right = o, weight
-    if tile.tma:
-        left = TensorDescriptor.from_tensor(o, [tile.m, tile.k])
-        right = TensorDescriptor.from_tensor(weight, [tile.n, tile.k])
     group_kernel[(tiles, splits)](
-        left, right, scale, out, parts, counters, rows, n, scale.stride(0),
-        k, n // groups, tile.m, tile.n, tile.k, splits, tile.group, scale.dtype == torch.uint8,
-        tile.tma, _wide_type(o), tile.early, num_warps=tile.warps, num_stages=tile.stages,
-        launch_pdl=tile.early,
+        o, weight, scale, out, parts, counters, rows, n, scale.stride(0),
+        k, n // groups, tile.m, tile.n, splits, scale.dtype == torch.uint8, _wide_type(o),
+        tile.early, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=tile.early > 0,
     )  # fmt: skip
     return out
 
@@ -71,6 +68,8 @@ def out_group(
     elements, scales = weight.data["elements"], weight.data["scales"]
     if has_e4m3(capability(o.device)):
         elements = elements.view(torch.float8_e4m3fn)
+    if o.shape[0] > FEW_ROWS:
+        return batched(o, decoded(elements, scales, o.dtype), groups)
     chosen = GroupTile(**tile) if tile else None
     return grouped(o.flatten(1), elements, scales, groups=groups, tile=chosen)
 

@@ -1,7 +1,7 @@
 """Declared implementations of `out_group`."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from metainfer.core.verdict import Verdict
 from metainfer.kernels.conditions import custom, multiple_of, shared_memory, weight_schemes
@@ -21,7 +21,7 @@ from metainfer.ops.declare import (
     triton,
 )
 from metainfer.ops.linear.impls import stored_bytes
-from metainfer.ops.out_group.tiles import BLOCK, CHUNK, CHUNK_WGMMA, HOPPER, OTHERS, tile_for
+from metainfer.ops.out_group.tiles import BLOCK, FEW_ROWS, tile_for
 
 
 def _traffic(each: Callable[[Context], float]) -> Callable[[Context], float]:
@@ -30,13 +30,17 @@ def _traffic(each: Callable[[Context], float]) -> Callable[[Context], float]:
     def amount(c: Context) -> float:
         heads, n = extent(c, "hq") * extent(c, "d"), extent(c, "n")
         rows = extent(c, "rows") * (heads + extent(c, "groups") * n)
-        return heads * n * each(c) + rows * width(c)
+        return _elements(c) * each(c) + rows * width(c)
 
     return amount
 
 
+def _elements(c: Context) -> float:
+    return float(extent(c, "hq") * extent(c, "d") * extent(c, "n"))
+
+
 def _operations(c: Context) -> float:
-    return 2.0 * extent(c, "rows") * extent(c, "hq") * extent(c, "d") * extent(c, "n")
+    return 2.0 * extent(c, "rows") * _elements(c)
 
 
 def _stored(c: Context) -> float:
@@ -45,21 +49,40 @@ def _stored(c: Context) -> float:
     return sum(stored_bytes(s, BLOCK, BLOCK) / BLOCK**2 for s in schemes) / len(schemes)
 
 
-_library = roofline(_traffic(lambda c: float(width(c))), _operations, part=0.5, compute_part=0.45)
+def _own(c: Context) -> float:
+    return float(width(c))
+
+
+_library = roofline(_traffic(_own), _operations, part=0.5, compute_part=0.45)
+_streamed = roofline(_traffic(_stored), _operations, part=0.5, compute_part=0.5)
+_decoding = roofline(lambda c: _elements(c) * (_stored(c) + width(c)), part=0.7)
+
+
+def _cost(c: Context) -> float | None:
+    """Few tokens stream the weight; for many it is decoded first."""
+    if extent(c, "rows") <= FEW_ROWS:
+        return _streamed(c)
+    decoding, product = _decoding(c), _library(c)
+    return None if decoding is None or product is None else decoding + product
 
 
 def _fits(c: Context) -> Verdict:
     card = c.facts.device.capability
-    tiles = (tile_for(card, rows) for rows in (16, 32, 64, 128, 129))
-    return shared_memory(max(tile.shared_bytes() for tile in tiles))(c)
+    return shared_memory(max(tile_for(card, m).shared_bytes() for m in (16, 32, 64, 128)))(c)
 
 
 def _settings(c: Context) -> tuple[Setting, ...]:
-    """The card's own tile first, then the others that serve as many tokens."""
-    own = tile_for(c.facts.device.capability, extent(c, "rows"))
-    others = (*HOPPER, *OTHERS, CHUNK, CHUNK_WGMMA)
-    hopper = c.facts.device.capability is not None and c.facts.device.capability[0] == 9
-    tried = [tile for tile in others if tile.m == own.m and (hopper or not tile.tma)]
+    """The card's own tile for as many tokens first; the matrix decoded has none."""
+    rows = extent(c, "rows")
+    if rows > FEW_ROWS:
+        return ()
+    own = tile_for(c.facts.device.capability, rows)
+    tried = (
+        replace(own, n=n, warps=warps, stages=stages, each=each)
+        for n, warps in ((64, 4), (128, 8))
+        for stages in (3, 4)
+        for each in (1, 2, 4)
+    )
     return tuple(
         Setting({"tile": asdict(tile)}, tile.shared_bytes())
         for tile in dict.fromkeys((own, *tried))
@@ -84,8 +107,7 @@ IMPLS = (
         ),
         requires_layout=STORED,
         native_when=(own_matrix_unit,),
-        # parts of the peak: seeds
-        cost=roofline(_traffic(_stored), _operations, part=0.7, compute_part=0.6),
+        cost=_cost,
         settings=_settings,
     ),
     portable(
