@@ -88,3 +88,16 @@ def test_channels_are_cut_into_powers_of_two_parts() -> None:
         for chunks in (1, 2, 3, 5, 128):
             splits = splits_for(tile, -(-rows // tile.m), chunks, 132)
             assert splits & (splits - 1) == 0 and 1 <= splits <= min(tile.splits, max(chunks, 1))
+
+
+def test_slices_of_a_window_are_dealt_whole() -> None:
+    """Tiles do not follow the number of tokens: sums would round otherwise in a longer step."""
+    from metainfer.ops.compress.tiles import each_for, tile_for
+
+    assert tile_for(8, 512).slice == 512 and tile_for(128, 512).slice < 512
+    for slices in (1, 2, 32, 64):
+        for rows in (1, 31, 32, 33, 128, 8192):
+            each = each_for(rows, slices)
+            assert slices % each == 0
+            assert rows * slices // each <= max(1024, 2 * rows)
+    assert each_for(32, 32) == 1 and each_for(128, 32) == 4
