@@ -20,7 +20,7 @@ RUNS = (
     "stream", "stream-splits", "chunk", "quantise", "quantise-nan", "plan", "sorted-plan",
     "sorted-bounds", "combine",
     "experts-hidden", "experts-forms", "prepare", "attention", "attention-splits",
-    "decoded-pages", "decoded-attention", "scaled-attention", "e4m3",
+    "attention-sliced", "decoded-pages", "decoded-attention", "scaled-attention", "e4m3",
     "quantise-wide", "linear-wide", "experts-wide",
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -305,7 +306,10 @@ def run_prepare() -> float:
     )
 
 
-def attention(layout: Layout, splits: int) -> float:
+TILE = AttnTile(16, 16, 4, 2)
+
+
+def attention(layout: Layout, splits: int, tile: AttnTile = TILE) -> float:
     drawn = _draw(layout, G)
     d, ratio = layout.d, layout.ratio
     per = layout.page // ratio if ratio else 1
@@ -324,7 +328,7 @@ def attention(layout: Layout, splits: int) -> float:
     q = normal(G, rows + layout.padding, layout.hq, d).float()
     options = {"scale": d**-0.5, "window": layout.window, "ratio": ratio}
     with poisoned():
-        found = attn_sparse(q, *args, **options, tile=AttnTile(16, 16, 4, 2), splits=splits)
+        found = attn_sparse(q, *args, **options, tile=tile, splits=splits)
     return off(found[:rows], reference(q.double(), *args, **options)[:rows].double())
 
 
@@ -332,6 +336,17 @@ def run_attention(splits: int = 1) -> float:
     names = ("first-token", "decode-borders", "decode-all", "decode-window-only",
              "decode-idle-padded", "verify", "chunks", "strong-sink")  # fmt: skip
     return max(attention(layout, splits) for layout in LAYOUTS if layout.name in names)
+
+
+def run_attention_sliced() -> float:
+    """Channels in eight slices, of 16 at least: a product takes no fewer."""
+    tile = AttnTile(16, 16, 8, 5, sliced=True)
+    layouts = [
+        replace(layout, d=128, hq=18)
+        for layout in LAYOUTS
+        if layout.name in ("decode-borders", "decode-idle-padded", "decode-window-only")
+    ]
+    return max(attention(layout, splits, tile) for layout in layouts for splits in (1, 4))
 
 
 def scaled_cases() -> list[tuple[Layout, tuple, dict[str, float]]]:
@@ -427,6 +442,7 @@ RUNS: dict[str, Callable[[], float]] = {
     "prepare": run_prepare,
     "attention": run_attention,
     "attention-splits": lambda: run_attention(4),
+    "attention-sliced": run_attention_sliced,
     "decoded-pages": run_decoded_pages,
     "decoded-attention": run_decoded_attention,
     "scaled-attention": run_scaled_attention,

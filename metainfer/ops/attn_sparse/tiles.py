@@ -11,12 +11,13 @@ HELD_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`heads` of one query by `n` keys."""
+    """`heads` of one query by `n` keys; `sliced`: each of eight warps has an eighth of the channels."""
 
     heads: int
     n: int
     warps: int
     stages: int
+    sliced: bool = False
 
     def shared_bytes(
         self, d: int, element: int, capability: tuple[int, int] | None, scaled: bool = False

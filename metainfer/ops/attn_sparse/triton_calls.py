@@ -23,6 +23,7 @@ from metainfer.ops.attn_sparse.tiles import (
 )
 from metainfer.ops.attn_sparse.triton import merge_kernel, places_kernel, sparse_kernel
 from metainfer.ops.attn_sparse.triton_decoded import pages_kernel
+from metainfer.ops.attn_sparse.triton_sliced import sliced_kernel
 from metainfer.ops.linear.tiles import has_e4m3
 from metainfer.ops.strides import heads_packed
 
@@ -225,6 +226,12 @@ def attn_sparse(
             q, local.data, places.at, places.counts, sinks, cos_sin, positions, out, parts, peaks,
             totals, scale * LOG2E, items, q.stride(0), places.width, heads, d, rotated, tile.heads,
             tile.n, splits, tile.warps, hopper, num_warps=tile.warps, launch_pdl=hopper,
+        )  # fmt: skip
+    elif tile.sliced:
+        sliced_kernel[(rows, blocks, splits)](
+            q, local.data, places.at, places.counts, sinks, cos_sin, positions, out, parts, peaks,
+            totals, scale * LOG2E, q.stride(0), places.width, heads, d, rotated, block, tile.n,
+            splits, q.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     else:
         sparse_kernel[(rows, blocks, splits)](
