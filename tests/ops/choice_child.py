@@ -242,8 +242,7 @@ def run_route_special() -> int:
 
 
 def run_route_parts() -> int:
-    """Every tile and share of the channels, more tokens than one block, more than one program
-    chooses for, a sliced input."""
+    """Every tile and share of the channels, more tokens than one block, a sliced input."""
     count = 0
     for rows, k, tile in (
         (17, 270, None), (17, 200, Tile(16, 16, 32, 3, 4, 2)), (33, 128, MANY), (65, 70, SOME),

@@ -35,11 +35,11 @@ def _choose(tile: Tile, by_token: bool, experts: int = 256) -> Variant:
     args: dict[str, str | int | bool] = {
         "parts": "*fp32", "bias": "*fp32", "table": "*i64", "tokens": "*i64", "ids": "*i32",
         "weights": "*fp32", "rows": "i32", "scale": "fp32", "E": experts, "EP": lanes(experts),
-        "TOP": TOP, "PLACES": 8, "SPLITS": tile.splits, "R": tile.each, "HASH": by_token,
+        "TOP": TOP, "PLACES": 8, "SPLITS": tile.splits, "HASH": by_token,
     }  # fmt: skip
     return Variant(
         impl=f"{op}/triton",
-        name=f"{op.replace('_', '-')}-choose-{tile.splits}x{tile.each}-{experts}",
+        name=f"{op.replace('_', '-')}-choose-{tile.splits}-{experts}",
         kernel="metainfer.ops.moe_route.triton:choose_kernel",
         args=args,
         warps=1,

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`m` tokens by `e` experts, `k` channels a step; `splits` programs share out the channels. A
-    program of the second launch chooses for `each` tokens."""
+    """`m` tokens by `e` experts, `k` channels a step; `splits` programs share out the channels."""
 
     m: int
     e: int
@@ -16,7 +15,6 @@ class Tile:
     splits: int
     warps: int
     stages: int
-    each: int = 1
 
     def step(self, gate: int) -> int:
         """Channels a step of a gate of `gate` bytes a number: half as many where it is wide."""
@@ -37,7 +35,7 @@ class Tile:
 FEW = Tile(m=16, e=16, k=128, splits=8, warps=4, stages=5)
 SOME = Tile(m=64, e=32, k=64, splits=8, warps=4, stages=5)
 MANY = Tile(m=128, e=128, k=64, splits=4, warps=8, stages=3)
-WHOLE = Tile(m=128, e=128, k=64, splits=1, warps=8, stages=3, each=4)
+WHOLE = Tile(m=128, e=128, k=64, splits=1, warps=8, stages=3)
 
 TILES = {"few": FEW, "some": SOME, "many": MANY, "whole": WHOLE}
 MOST = {"few": 32, "some": 256, "many": 4096}

@@ -86,29 +86,27 @@ def _root_softplus(x):
 
 @triton.jit
 def _ordered(sums, known):
-    """float32 sums [R, EP] as whole numbers in their order: NaN first, one zero; what is no expert
+    """float32 sums [EP] as whole numbers in their order: NaN first, one zero; what is no expert
     comes last."""
     bits = tl.where(sums == 0.0, 0.0, sums).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(sums == sums, bits, 0x7FFFFFFF)
-    return tl.where(known[None, :], bits, _LOWEST)
+    return tl.where(known, bits, _LOWEST)
 
 
 @triton.jit
-def _best(s, key, expert, EP: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr):
-    """The TOP highest of key [R, EP], ties to the lower expert: (experts, scores) [R, PLACES].
-    Scores pass as their bits: a warp takes the largest of whole numbers in one instruction."""
-    place = tl.arange(0, PLACES)[None, :]
+def _best(s, key, EP: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr):
+    """The TOP highest of key [EP], ties to the lower expert: (experts, scores) [PLACES]. Scores
+    pass as their bits: a warp takes the largest of whole numbers in one instruction."""
+    expert, place = tl.arange(0, EP), tl.arange(0, PLACES)
     bits = s.to(tl.int32, bitcast=True)
-    found = tl.zeros([key.shape[0], PLACES], tl.int32)
-    score = tl.zeros([key.shape[0], PLACES], tl.int32)
-    for j in range(TOP):
-        most = tl.max(key, axis=1)[:, None]
-        first = tl.min(tl.where(key == most, expert[None, :], EP), axis=1)[:, None]
-        here = expert[None, :] == first
-        own = tl.max(tl.where(here, bits, _LOWEST), axis=1)[:, None]
+    found = tl.zeros([PLACES], tl.int32)
+    score = tl.zeros([PLACES], tl.int32)
+    for j in tl.static_range(TOP):
+        first = tl.min(tl.where(key == tl.max(key, axis=0), expert, EP), axis=0)
+        here = expert == first
         found = tl.where(place == j, first, found)
-        score = tl.where(place == j, own, score)
+        score = tl.where(place == j, tl.max(tl.where(here, bits, _LOWEST), axis=0), score)
         key = tl.where(here, _LOWEST, key)
     return found, score.to(tl.float32, bitcast=True)
 
@@ -117,32 +115,28 @@ def _best(s, key, expert, EP: tl.constexpr, TOP: tl.constexpr, PLACES: tl.conste
 def choose_kernel(
     parts, bias, table, tokens, ids, weights, rows, scale,
     E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr,
-    SPLITS: tl.constexpr, R: tl.constexpr, HASH: tl.constexpr,
+    SPLITS: tl.constexpr, HASH: tl.constexpr,
 ):  # fmt: skip
-    """Program: R tokens. HASH: experts are rows of `table` by token id, otherwise by score and
+    """Program: a token. HASH: experts are a row of `table` by token id, otherwise by score and
     `bias`."""
-    row, place = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, PLACES)[None, :]
-    live = row < rows
-    at = row.to(tl.int64)[:, None]
-    wanted = live[:, None] & (place < TOP)
-    size = rows.to(tl.int64) * EP
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
+    own, size = parts + row * EP, rows.to(tl.int64) * EP
     if HASH:
-        token = tl.load(tokens + row, mask=live, other=0)
-        found = tl.load(table + token[:, None] * TOP + place, mask=wanted, other=0).to(tl.int32)
-        logits = tl.zeros([R, PLACES], tl.float32)
+        at = table + tl.load(tokens + row) * TOP + place
+        found = tl.load(at, mask=place < TOP, other=0).to(tl.int32)
+        logits = tl.zeros([PLACES], tl.float32)
         for part in tl.static_range(SPLITS):
-            logits += tl.load(parts + part * size + at * EP + found, mask=wanted, other=0.0)
+            logits += tl.load(own + part * size + found)
         chosen = _root_softplus(logits)
     else:
         expert = tl.arange(0, EP)
-        total = tl.zeros([R, EP], tl.float32)
+        total = tl.zeros([EP], tl.float32)
         for part in tl.static_range(SPLITS):
-            where = part * size + at * EP + expert[None, :]
-            total += tl.load(parts + where, mask=live[:, None], other=0.0)
+            total += tl.load(own + part * size + expert)
         s = _root_softplus(total)
         added = tl.load(bias + expert, mask=expert < E, other=0.0)
-        found, chosen = _best(s, _ordered(s + added[None, :], expert < E), expert, EP, TOP, PLACES)
+        found, chosen = _best(s, _ordered(s + added, expert < E), EP, TOP, PLACES)
     chosen = tl.where(place < TOP, chosen, 0.0)
-    sums = tl.broadcast_to((tl.sum(chosen, axis=1) + 1e-20)[:, None], chosen.shape)
-    tl.store(ids + at * TOP + place, found, mask=wanted)
-    tl.store(weights + at * TOP + place, tl.div_rn(chosen, sums) * scale, mask=wanted)
+    share = tl.div_rn(chosen, tl.broadcast_to(tl.sum(chosen, axis=0) + 1e-20, chosen.shape)) * scale
+    tl.store(ids + row * TOP + place, found, mask=place < TOP)
+    tl.store(weights + row * TOP + place, share, mask=place < TOP)

@@ -44,8 +44,8 @@ def _route(
         x, gate, parts, rows, x.stride(0), 1.0, k, experts, wide, tile.share(k, width), tile.m,
         tile.e, tile.step(width), exact, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    choose_kernel[(triton.cdiv(rows, tile.each),)](
+    choose_kernel[(rows,)](
         parts, bias, table, tokens, ids, weights, rows, scale, experts, wide, top_k,
-        triton.next_power_of_2(top_k), tile.splits, tile.each, table is not None, num_warps=1,
+        triton.next_power_of_2(top_k), tile.splits, table is not None, num_warps=1,
     )  # fmt: skip
     return ids, weights
