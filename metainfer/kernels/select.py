@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason, Verdict, all_of, reject, require
 from metainfer.kernels.bundles import candidate_layouts, check_pins, roles_of
 from metainfer.kernels.impl import Context, Evidence, Impl, Numerics, OpRequest, Quality
@@ -90,7 +91,8 @@ class Unserved:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A feasible set of shared layouts with the choice at every site and phase."""
+    """A feasible set of shared layouts with the choice at every site and phase. `seconds`: of a
+    token of an answer."""
 
     layouts: Mapping[str, str]
     choices: tuple[Choice, ...]
@@ -177,12 +179,17 @@ def select_op(
 
 
 def select(
-    registry: Registry, requests: Sequence[OpRequest], facts: Facts, policy: Policy
+    registry: Registry,
+    requests: Sequence[OpRequest],
+    facts: Facts,
+    policy: Policy,
+    steps: Mapping[Phase, float] | None = None,
 ) -> Selection:
     """Choose the bundle, and inside it an implementation for every request.
 
-    The bundle with the smallest total predicted time wins; bundles without a full cost estimate
-    rank behind those with one, by declared order.
+    The bundle with the smallest predicted time wins, each phase weighed by `steps`: how many of its
+    steps a token of an answer takes (None: one of each). Bundles without a full cost estimate rank
+    behind those with one, by declared order.
 
     Raises:
         RefusedError: no bundle serves the model, or none with a pin; every distinct reason of
@@ -218,7 +225,7 @@ def select(
             refused.append(RefusedBundle(layouts, unserved_reasons(unserved), unserved))
             continue
         choices = tuple(o for o in outcomes if isinstance(o, Choice))
-        feasible.append(Bundle(layouts, choices, _total(choices)))
+        feasible.append(Bundle(layouts, choices, _total(choices, steps)))
     if not feasible:
         raise refusal(refused, facts.device.name)
     feasible.sort(key=lambda bundle: (_reference_sites(bundle), _cost_key(bundle.seconds)))
@@ -459,8 +466,12 @@ def _layout_objections(
     return asked & Verdict(tuple(seen.values()))
 
 
-def _total(choices: Sequence[Choice]) -> float | None:
-    seconds = [c.seconds * c.request.count for c in choices if c.seconds is not None]
+def _total(choices: Sequence[Choice], steps: Mapping[Phase, float] | None) -> float | None:
+    seconds = [
+        c.seconds * c.request.count * (1.0 if steps is None else steps[c.request.phase])
+        for c in choices
+        if c.seconds is not None
+    ]
     return sum(seconds) if seconds else None
 
 
@@ -473,7 +484,7 @@ def _slower(loser: Bundle, winner: Bundle) -> Reason:
         return Reason("rank", f"ranks behind {winner.name}")
     return Reason(
         "slower",
-        f"predicted {loser.seconds * 1e3:.2f} ms a step over all phases against "
-        f"{winner.seconds * 1e3:.2f} ms of {winner.name}",
+        f"predicted {loser.seconds * 1e3:.3f} ms a token of an answer, its share of prompts "
+        f"included, against {winner.seconds * 1e3:.3f} ms of {winner.name}",
         {"seconds": loser.seconds, "best": winner.seconds},
     )

@@ -22,7 +22,7 @@ from metainfer.kernels.select import Policy, Selection, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
-from metainfer.planner import adapters, drafts, grammars, graphs, overlap
+from metainfer.planner import adapters, drafts, grammars, graphs, overlap, shares
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.emulation import Emulation
 from metainfer.planner.layouts import alike, of_decodes
@@ -249,14 +249,7 @@ class _Resolver:
     ) -> tuple[OpRequest, ...]:
         """What one rank's kernels are asked for, in its own shapes (B-04); of a pair, its parts."""
         schemes = counted.schemes()
-        decoding = 1 if self.intent.goal == "latency" else min(8, limits.max_running)
-        typical = {  # phase -> (tokens, rows that need logits)
-            Phase.CHUNK: (-(-limits.step_tokens // layout.prefill), 1),
-            Phase.MIXED: (limits.mixed_prefill_tokens + decoding, decoding),
-            Phase.DECODE: (decoding, decoding),
-            Phase.VERIFY: (decoding * (1 + draft.depth),) * 2,
-            Phase.DRAFT: (decoding, decoding),
-        }
+        typical = shares.typical(limits, self.intent.goal, draft.depth, layout.prefill)
         return tuple(
             replace(asked, count=asked.count * parts_held(self.arch, asked.site, half))
             for phase in phases(draft)
@@ -413,7 +406,7 @@ def resolve(
     @cache
     def shapes(layout: LayoutPlan) -> Selection:
         asked = resolver.requests(dtype, limits, page, draft, counted, layout)
-        return select(registry, asked, facts, policy)
+        return select(registry, asked, facts, policy, shares.steps(limits, intent.goal))
 
     cards = Cards(
         intent=intent,
@@ -474,7 +467,7 @@ def choose(
     dtype, limits, page = resolver.dtype(), resolver.limits(), resolver.page_tokens()
     draft = resolver.draft(limits)
     asked = resolver.requests(dtype, limits, page, draft, resolver.census())
-    return select(registry, asked, facts, policy)
+    return select(registry, asked, facts, policy, shares.steps(limits, intent.goal))
 
 
 def phases(draft: DraftPlan) -> tuple[Phase, ...]:
