@@ -56,29 +56,17 @@ def _first(*args: Tensor) -> tuple[Tensor, ...]:
 
 #: By rows: how their tokens and channels are cut in other ways.
 TILES: dict[int, dict[str, Tile]] = {
-    1: {"early": replace(SHORT, early=True)},
-    8: {
-        "early": replace(SHORT, early=True),
-        "64 splits": Tile(d=32, down=1, across=4, splits=64, programs=1),
-    },
-    32: {
-        "early": replace(SHORT, early=True),
-        "2 warps down": Tile(d=32, down=2, across=1, splits=64, programs=1),
-        "2 down, 4 across": Tile(d=32, down=2, across=4, splits=128, programs=1),
-    },
+    1: {"not early": replace(SHORT, early=False)},
+    32: {"not early": replace(SHORT, early=False)},
     128: {
-        "early": replace(MIDDLE, early=True),
-        "4 warps across": Tile(d=32, down=1, across=4, splits=32, programs=2),
-        "32 splits": Tile(d=32, down=4, across=1, splits=32, programs=1),
-        "4 warps across, 128 splits": Tile(d=32, down=1, across=4, splits=128, programs=8),
-        "2 down, 4 across": Tile(d=32, down=2, across=4, splits=64, programs=2),
+        "64 splits": replace(MIDDLE, splits=64),
+        "2 warps down": replace(MIDDLE, down=2),
     },
     8192: {
-        "early": replace(LONG, early=True),
-        "2 warps down": Tile(d=32, down=2, across=1, splits=8, programs=16),
-        "8 warps down": Tile(d=32, down=8, across=1, splits=8, programs=8),
-        "16 splits": Tile(d=32, down=4, across=1, splits=16, programs=32),
-        "4 down, 2 across": Tile(d=32, down=4, across=2, splits=8, programs=8),
+        "2 warps down": replace(LONG, down=2, programs=16),
+        "8 warps down": replace(LONG, down=8),
+        "16 splits": replace(LONG, splits=16, programs=32),
+        "64 channels": replace(LONG, d=64),
     },
 }
 

@@ -21,18 +21,27 @@ def _numbers(op: str) -> int:
 
 def _step(op: str, tile: Tile, rows: int) -> Variant:
     numbers = _numbers(op)
-    args: dict[str, str | int | bool] = {
-        "streams": "*bf16", "y": "*bf16", "post": "*fp32", "comb": "*fp32", "mixed": "*bf16",
-        "fn": "*fp32", "parts": "*fp32", "rows": "i32", "splits": "i32", "steps": "i32",
-        "y_stride": "i32:16", "N": N, "D": D, "NW": numbers, "NL": product_lanes(numbers),
-        "M": tile.m, "BD": tile.d, "MIX": op == "hyper_mix_pre", "DOWN": tile.down,
-        "ACROSS": tile.across, "EARLY": tile.early,
-    }  # fmt: skip
+    sizes = {"NW": numbers, "NL": product_lanes(numbers), "M": tile.m, "BD": tile.d}
+    streams: dict[str, str | int | bool]
+    if tile is SHORT:
+        kernel = "step_kernel"
+        streams = {
+            "streams": "*bf16", "y": "*bf16", "post": "*fp32", "comb": "*fp32", "mixed": "*bf16",
+            "fn": "*fp32", "parts": "*fp32", "rows": "i32", "splits": "i32", "steps": "i32",
+            "y_stride": "i32:16", "N": N, "D": D, **sizes, "MIX": op == "hyper_mix_pre",
+            "ACROSS": tile.across, "EARLY": False,
+        }  # fmt: skip
+    else:
+        kernel = "product_kernel"
+        streams = {
+            "streams": "*bf16", "fn": "*fp32", "parts": "*fp32", "rows": "i32", "steps": "i32",
+            "K": N * D, **sizes, "DOWN": tile.down,
+        }  # fmt: skip
     return Variant(
         impl=f"{op}/triton",
         name=f"{op.replace('_', '-')}-{rows}",
-        kernel=f"{MODULE}_direct:step_kernel",
-        args=args,
+        kernel=f"{MODULE}_direct:{kernel}",
+        args=streams,
         warps=tile.warps,
         shape={"rows": rows, "n": N, "d": D},
         mma="mma.sync",
@@ -48,7 +57,7 @@ def _finish(op: str, tile: Tile, rows: int) -> Variant:
         "weight": "*fp32", "x": "*bf16", "post": "*fp32", "comb": "*fp32", "rows": "i32",
         "splits": "i32", "norm_eps": "fp32", "eps": "fp32", "iters": "i32", "N": N, "D": D,
         "DL": D, "NW": numbers, "NL": product_lanes(numbers), "SPLITS": tile.splits,
-        "B": tile.batch, "HEAD": op == "hyper_head", "EARLY": tile.early,
+        "B": tile.batch, "HEAD": op == "hyper_head", "EARLY": False,
     }  # fmt: skip
     return Variant(
         impl=f"{op}/triton",

@@ -13,10 +13,10 @@ MAX_WIDTH = 16384
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """16 tokens by `d` channels of every stream a warp at a time: `down` warps for other tokens,
-    `across` for other numbers of the site. Channels of a token are cut into at most `splits` parts,
-    so that about `programs` run on each unit. `early`: a launch begins while the one before
-    ends (9.0 and newer)."""
+    """16 tokens by `d` channels a warp at a time: `down` warps for other tokens, `across` for other
+    numbers of the site. Channels of a token are cut into at most `splits` parts, so that about
+    `programs` run on each unit. `early`: a launch begins while the one before ends (on 9.0 and
+    newer)."""
 
     d: int
     down: int
@@ -40,11 +40,13 @@ class Tile:
 
 
 SUMMED = 128
-SHORT = Tile(d=32, down=1, across=4, splits=128, programs=1)
-MIDDLE = Tile(d=32, down=4, across=1, splits=64, programs=1)
+SHORT = Tile(d=32, down=1, across=4, splits=128, programs=1, early=True)
+MIDDLE = Tile(d=32, down=4, across=1, splits=128, programs=2)
 LONG = Tile(d=32, down=4, across=1, splits=8, programs=8)
-SHORT_ROWS, MIDDLE_ROWS = 32, 1023
-"""Most tokens of a tile: few tokens wait for reads, many share each weight."""
+SHORT_ROWS, MIDDLE_ROWS = 64, 1023
+"""Most tokens of a tile. Few wait for reads: one launch mixes and multiplies, a program takes the
+same channels of all streams. Many share each weight: mixing is a launch of its own, and a program
+takes channels of the streams end to end."""
 
 MIX_LANES = 1024
 

@@ -1,4 +1,4 @@
-"""Calls of the hyper-connection kernels: two launches."""
+"""Calls of the hyper-connection kernels: two launches a site, a third that mixes many tokens."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from torch import Tensor
 from metainfer.core.errors import InternalError
 from metainfer.ops.hyper.tiles import (
     MIX_LANES,
+    SHORT_ROWS,
     finish_warps,
     product_lanes,
     splits_for,
     tile_for,
 )
 from metainfer.ops.hyper.triton import finish_kernel, mix_kernel, step_kernel
+from metainfer.ops.hyper.triton_direct import product_kernel
 from metainfer.ops.hyper.triton_direct import step_kernel as direct_step_kernel
-from metainfer.ops.linear.fp8 import units
+from metainfer.ops.linear.fp8 import capability, units
 
 Site = tuple[Tensor, Tensor, Tensor]
 """fn, base, scale."""
+
+Block = tuple[Tensor, Tensor, Tensor]
+"""y, post, comb."""
 
 
 def hyper_pre(
@@ -53,7 +58,10 @@ def hyper_mix_pre(
     iters: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `ref.hyper_mix_pre`."""
-    block, site = (y, post, comb), (fn, base, scale)
+    block: Block | None = (y, post, comb)
+    if streams.shape[0] > SHORT_ROWS:
+        streams, block = hyper_mix(streams, y, post, comb), None
+    site = (fn, base, scale)
     return _step(streams, block, site, norm_weight, norm_eps=norm_eps, eps=eps, iters=iters)
 
 
@@ -88,7 +96,7 @@ def _shape(streams: Tensor, y: Tensor) -> tuple[int, int, int]:
 
 def _step(
     streams: Tensor,
-    block: tuple[Tensor, Tensor, Tensor] | None,
+    block: Block | None,
     site: Site,
     norm_weight: Tensor | None,
     *,
@@ -107,24 +115,31 @@ def _step(
     comb_out = torch.empty((rows, n, n), dtype=torch.float32, device=device)
     if rows == 0:
         return mixed, x, post_out, comb_out
-    tile = tile_for(rows)
-    blocks, chunks = triton.cdiv(rows, tile.m), triton.cdiv(d, tile.d)
-    splits = splits_for(tile, blocks, chunks, units(device))
-    numbers, width = fn.shape[0], triton.next_power_of_2(d)
-    lanes = product_lanes(numbers)
-    parts = torch.empty((splits, rows, lanes), dtype=torch.float32, device=device)
+    tile, lanes = tile_for(rows), product_lanes(fn.shape[0])
+    # Two ways to cut: the same channels of all streams, or the streams end to end.
     direct = streams.dtype == torch.bfloat16
-    kernel = direct_step_kernel if direct else step_kernel
-    form = (tile.down, tile.across, tile.early) if direct else ()
-    kernel[(blocks, splits)](
-        streams, y, post, comb, mixed, fn, parts, rows, splits, triton.cdiv(chunks, splits),
-        y.stride(0), n, d, numbers, lanes, tile.m, tile.d, block is not None, *form,
-        num_warps=tile.warps, launch_pdl=tile.early,
-    )  # fmt: skip
-    ends = 0 if head else triton.cdiv(rows, tile.batch)
+    apart = direct and rows > SHORT_ROWS
+    early = direct and tile.early and (capability(device) or (0, 0)) >= (9, 0)
+    blocks, chunks = triton.cdiv(rows, tile.m), triton.cdiv(n * d if apart else d, tile.d)
+    splits = splits_for(tile, blocks, chunks, units(device))
+    steps = triton.cdiv(chunks, splits)
+    parts = torch.empty((splits, rows, lanes), dtype=torch.float32, device=device)
+    sizes = (fn.shape[0], lanes, tile.m, tile.d)
+    if apart:
+        product_kernel[(blocks, splits)](
+            streams, fn, parts, rows, steps, n * d, *sizes, tile.down, num_warps=tile.warps
+        )
+    else:
+        kernel = direct_step_kernel if direct else step_kernel
+        form = (tile.across, early) if direct else ()
+        kernel[(blocks, splits)](
+            streams, y, post, comb, mixed, fn, parts, rows, splits, steps, y.stride(0), n, d,
+            *sizes, block is not None, *form, num_warps=tile.warps, launch_pdl=early,
+        )  # fmt: skip
+    ends, width = 0 if head else triton.cdiv(rows, tile.batch), triton.next_power_of_2(d)
     finish_kernel[(ends + rows,)](
         mixed, parts, base, scale, base if norm_weight is None else norm_weight, x, post_out,
-        comb_out, rows, splits, norm_eps, eps, iters, n, d, width, numbers, lanes, tile.splits,
-        tile.batch, head, tile.early, num_warps=finish_warps(width), launch_pdl=tile.early,
+        comb_out, rows, splits, norm_eps, eps, iters, n, d, width, fn.shape[0], lanes, tile.splits,
+        tile.batch, head, early, num_warps=finish_warps(width), launch_pdl=early,
     )  # fmt: skip
     return mixed, x, post_out, comb_out

@@ -88,20 +88,29 @@ def _square(total, value):
     return total + gl.sum(wide * wide, axis=1)
 
 
+@gluon.jit
+def _put_sums(parts, acc, square, first, rows, NW: gl.constexpr):
+    """`acc` [M, NL], in column NW the sums of squares [M], as rows of tokens from `first` on."""
+    total: gl.constexpr = acc.type.layout
+    squares = gl.convert_layout(square, gl.SliceLayout(1, total))[:, None]
+    number = gl.arange(0, acc.shape[1], gl.SliceLayout(0, total))[None, :]
+    row = (first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, total)))[:, None]
+    acc = gl.where(number == NW, squares, acc)
+    gl.store(parts + row * acc.shape[1] + number, acc, mask=row < rows)
+
+
 @gluon.jit(do_not_specialize=["rows", "splits", "steps"])
 def step_kernel(
     streams, y, post, comb, mixed, fn, parts, rows, splits, steps, y_stride,
     N: gl.constexpr, D: gl.constexpr, NW: gl.constexpr, NL: gl.constexpr, M: gl.constexpr,
-    BD: gl.constexpr, MIX: gl.constexpr, DOWN: gl.constexpr, ACROSS: gl.constexpr,
-    EARLY: gl.constexpr,
+    BD: gl.constexpr, MIX: gl.constexpr, ACROSS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """See `triton.step_kernel`. DOWN warps share the tokens, ACROSS the matrix's numbers: then each
-    holds few enough of them to have all reads under way at once. EARLY: the matrix is asked for
-    while the kernel before still runs, and the kernel after starts while this one does."""
-    total: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [DOWN, ACROSS], [16, 8])
+    """See `triton.step_kernel`; for few tokens. ACROSS warps share the matrix's numbers: each holds
+    few enough of them to have all reads under way at once. EARLY: the matrix is asked for while the
+    kernel before still runs, and the kernel after starts meanwhile."""
+    total: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, ACROSS], [16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, total, BD // 8)
     right: gl.constexpr = gl.DotOperandLayout(1, total, BD // 8)
-    ahead: gl.constexpr = ACROSS > 1
     part = gl.program_id(1)
     first = gl.program_id(0).to(gl.int64) * M
     token = first + gl.arange(0, M, gl.SliceLayout(1, left))
@@ -119,11 +128,10 @@ def step_kernel(
         d, c = begin + lane, begin + column
         inside = live & (d < D)
         at = row * (N * D) + d
-        if ahead:
-            w0 = _weight(fn, number, c, 0, N, D, NW)
-            w1 = _weight(fn, number, c, 1, N, D, NW)
-            w2 = _weight(fn, number, c, 2, N, D, NW)
-            w3 = _weight(fn, number, c, 3, N, D, NW)
+        w0 = _weight(fn, number, c, 0, N, D, NW)
+        w1 = _weight(fn, number, c, 1, N, D, NW)
+        w2 = _weight(fn, number, c, 2, N, D, NW)
+        w3 = _weight(fn, number, c, 3, N, D, NW)
         if EARLY:
             _wait_for_the_kernel_before()
         r0 = _stream(streams, at, inside, 0, N, D)
@@ -137,17 +145,10 @@ def step_kernel(
             m2 = _mixed(r0, r1, r2, r3, new, post, comb, token, held, 2, N)
             m3 = _mixed(r0, r1, r2, r3, new, post, comb, token, held, 3, N)
             r0, r1, r2, r3 = m0, m1, m2, m3
-        if not ahead:
-            w0 = _weight(fn, number, c, 0, N, D, NW)
-            w1 = _weight(fn, number, c, 1, N, D, NW)
         acc, square = _product(acc, r0, w0), _square(square, r0)
         if N > 1:
-            if not ahead:
-                w2 = _weight(fn, number, c, 2, N, D, NW)
             acc, square = _product(acc, r1, w1), _square(square, r1)
         if N > 2:
-            if not ahead:
-                w3 = _weight(fn, number, c, 3, N, D, NW)
             acc, square = _product(acc, r2, w2), _square(square, r2)
         if N > 3:
             acc, square = _product(acc, r3, w3), _square(square, r3)
@@ -156,9 +157,39 @@ def step_kernel(
             gl.store(mixed + at + D, r1, mask=inside & (N > 1))
             gl.store(mixed + at + 2 * D, r2, mask=inside & (N > 2))
             gl.store(mixed + at + 3 * D, r3, mask=inside & (N > 3))
-    squares = gl.convert_layout(square, gl.SliceLayout(1, total))
-    number = gl.arange(0, NL, gl.SliceLayout(0, total))[None, :]
-    row = (first + gl.arange(0, M, gl.SliceLayout(1, total)))[:, None]
-    acc = gl.where(number == NW, squares[:, None], acc)
-    place = part.to(gl.int64) * rows + row
-    gl.store(parts + place * NL + number, acc, mask=row < rows)
+    _put_sums(parts + part.to(gl.int64) * rows * NL, acc, square, first, rows, NW)
+
+
+@gluon.jit(do_not_specialize=["rows", "steps"])
+def product_kernel(
+    streams, fn, parts, rows, steps,
+    K: gl.constexpr, NW: gl.constexpr, NL: gl.constexpr, M: gl.constexpr, BD: gl.constexpr,
+    DOWN: gl.constexpr,
+):  # fmt: skip
+    """What `step_kernel` leaves in `parts` of streams [rows, K] as they are; for many tokens. DOWN
+    warps share them. A short loop, which the caches of instructions hold, reads one step ahead."""
+    total: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [DOWN, 1], [16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, total, BD // 8)
+    right: gl.constexpr = gl.DotOperandLayout(1, total, BD // 8)
+    part = gl.program_id(1)
+    first = gl.program_id(0).to(gl.int64) * M
+    row = (first + gl.arange(0, M, gl.SliceLayout(1, left)))[:, None]
+    number = gl.arange(0, NL, gl.SliceLayout(0, right))[None, :]
+    lane = gl.arange(0, BD, gl.SliceLayout(0, left))[None, :]
+    column = gl.arange(0, BD, gl.SliceLayout(1, right))[:, None]
+    begin = part * steps * BD
+    end = gl.minimum(begin + steps * BD, K)
+    from_streams, from_fn = streams + row * K, fn + number * K
+    live, wanted = row < rows, number < NW
+    k, c = begin + lane, begin + column
+    value = gl.load(from_streams + k, mask=live & (k < end), other=0.0)
+    weight = gl.load(from_fn + c, mask=wanted & (c < end), other=0.0)
+    acc = gl.zeros([M, NL], gl.float32, total)
+    square = gl.zeros([M], gl.float32, gl.SliceLayout(1, left))
+    for _ in range(steps):
+        k, c = k + BD, c + BD
+        next_value = gl.load(from_streams + k, mask=live & (k < end), other=0.0)
+        next_weight = gl.load(from_fn + c, mask=wanted & (c < end), other=0.0)
+        acc, square = _product(acc, value, weight), _square(square, value)
+        value, weight = next_value, next_weight
+    _put_sums(parts + part.to(gl.int64) * rows * NL, acc, square, first, rows, NW)
