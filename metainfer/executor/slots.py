@@ -71,6 +71,7 @@ class SlotTable:
         self, groups: Sequence[GroupSpec], slots: int, max_context: int, vocab: int
     ) -> None:
         self._vocab = vocab
+        self.groups = tuple(groups)
         self.slots = slots
         self.states: dict[int, SlotState] = {}
         self.open_grammar: OpenGrammar | None = None

@@ -46,6 +46,19 @@ class DeviceTables:
         )
         self._lines[-1] = 0
         self.pages = torch.split(self._lines, widths, dim=1)
+        numbers = [
+            (
+                self._first[group.index],
+                group.page_tokens,
+                group.tokens_per_entry,
+                group.page_entries,
+            )
+            for group in table.groups
+            if group.kind is not GroupKind.STATE
+        ]
+        # [4, P, 1]: first column, tokens of a page, tokens of an entry, entries of a page
+        grid = np.array(numbers, np.int64).reshape(-1, 4).T[:, :, None]
+        self._grid = torch.from_numpy(grid.copy()).to(device)
         self.latest = torch.zeros(table.slots + 1, dtype=torch.int64, device=device)
 
     def note(self, runs: Sequence[TokenRun], drawn: Tensor) -> None:
@@ -67,6 +80,17 @@ class DeviceTables:
         if pages:
             places, values = to_device(np.array([where, pages], np.int64), device)
             self._lines.view(-1).index_copy_(0, places, values.int())
+
+    def places(self, owner: Tensor, positions: Tensor) -> Tensor:
+        """int64 [P, T] for the P groups with pages: where each token writes, its own entry or the
+        compressed one that it closes; -1 for none. `owner`, `positions` [T]: the slot of each token
+        and its position. All groups in the same few launches."""
+        first, span, ratio, entries = self._grid
+        where = owner * self._lines.shape[1] + first + positions // span
+        page = self._lines.view(-1).index_select(0, where.view(-1)).view_as(where).long()
+        places = torch.addcmul(positions % span // ratio, page, entries)
+        open_ = positions % ratio != ratio - 1
+        return places.masked_fill_(open_ | (page < 0) | (owner >= self.spare), -1)
 
 
 @dataclass(slots=True)
@@ -119,36 +143,28 @@ def step_inputs(
 ) -> SegmentInputs:
     """What a model reads, from buffers and tables alone: no value comes to the host."""
     slots, starts, lengths = buffers.slots, buffers.starts, buffers.lengths
-    at = torch.arange(shape.tokens, device=slots.device)
     one = shape.phase == Phase.DECODE.value
-    if one:
+    if one:  # a padding run has a token, too
         query_start = torch.arange(shape.runs + 1, dtype=torch.int32, device=slots.device)
-        sequence, positions, owner = at, starts, slots
+        positions, owner, contexts = starts, slots, starts + 1
     else:
+        at = torch.arange(shape.tokens, device=slots.device)
         ends = lengths.cumsum(0)
         query_start = torch.cat((ends.new_zeros(1), ends)).int()
         sequence, real = owners(query_start, shape.tokens)
         within = at - query_start.long().index_select(0, sequence)
         positions = torch.where(real, starts.index_select(0, sequence) + within, 0)
         owner = torch.where(real, slots.index_select(0, sequence), tables.spare)
-    contexts = torch.where(lengths > 0, starts + lengths, 1).int()
+        contexts = torch.where(lengths > 0, starts + lengths, 1)
     ids = torch.where(buffers.ids == PENDING, tables.latest.index_select(0, owner), buffers.ids)
-    found = []
-    for group, pages in zip(groups, tables.pages, strict=True):
-        if group.kind is GroupKind.STATE:
-            found.append(GroupInputs(None, slots))
-            continue
-        table = pages.index_select(0, slots)  # [S, W]
-        page = table[sequence, positions // group.page_tokens].long()  # [T]
-        found.append(GroupInputs(table, _places(group, page, positions, owner < tables.spare)))
+    places = iter(tables.places(owner, positions))
+    found = [
+        GroupInputs(None, slots)
+        if group.kind is GroupKind.STATE
+        else GroupInputs(pages.index_select(0, slots), next(places))  # [S, W], [T]
+        for group, pages in zip(groups, tables.pages, strict=True)
+    ]
     every = one or shape.phase == Phase.VERIFY.value
     last = None if every else (query_start[1:].long() - 1).clamp_min(0)
     rows = None if buffers.adapters is None else AdapterRows(buffers.adapters)
-    return SegmentInputs(ids, positions, query_start, contexts, tuple(found), last, rows)
-
-
-def _places(group: GroupSpec, page: Tensor, positions: Tensor, owned: Tensor) -> Tensor:
-    """Where each token writes: its own entry, or the compressed one that it closes; else -1."""
-    span, ratio = group.page_tokens, group.tokens_per_entry
-    place = page * group.page_entries + positions % span // ratio
-    return torch.where(owned & (page >= 0) & ((positions + 1) % ratio == 0), place, -1)
+    return SegmentInputs(ids, positions, query_start, contexts.int(), tuple(found), last, rows)
