@@ -261,13 +261,17 @@ class LocalExecutor:
     def close(self) -> None:
         """Drop open results, graphs before the memory they point into, then weights and caches:
         another engine of this process may take their place on a card at once."""
+        parts: LocalParts | None = vars(self).pop("_parts", None)
+        if parts is None:
+            return
+        card = parts.device.type == "cuda"
+        if card:
+            torch.cuda.synchronize(parts.device)  # a step may be under way
         self._open.clear()
         self._static = self._tables = None
-        card = self._parts.device if self._parts.device.type == "cuda" else None
-        del self._parts
-        if card is not None:
+        del parts
+        if card:
             gc.collect()  # what stands in cycles with a layer would keep it
-            torch.cuda.synchronize(card)
             torch.cuda.empty_cache()
 
     def _segment(self, segment: Segment) -> Settle:

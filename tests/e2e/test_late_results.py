@@ -56,6 +56,16 @@ def test_a_third_open_plan_is_refused() -> None:
     assert [executor.collect().step, executor.collect().step] == [0, 1]
 
 
+def test_closing_twice_drops_open_plans_once() -> None:
+    executor = start("random:tiny-llama")._executor
+    assert executor is not None
+    executor.submit(StepPlan(0, ()))
+    executor.close()
+    executor.close()
+    with pytest.raises(IndexError):
+        executor.collect()
+
+
 def test_every_executor_speaks_the_protocol() -> None:
     members = {name for name in vars(Executor) if not name.startswith("_")}
     assert members == {"submit", "collect", "execute", "close"}
