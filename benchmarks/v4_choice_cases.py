@@ -165,13 +165,13 @@ _CUTS: dict[str, dict[str, dict[str, Any]]] = {
     "decode": {
         "": {},
         "128x4x3": {"tile": Tile(128, 4, 3)},
-        "2048 at once": {"lanes": 2048},
+        "4096 at once": {"lanes": 4096},
     },
     "prefill": {
         "": {},
         "128x8x3 in 2": {"tile": Tile(128, 8, 3, parts=2)},
         "256x8x2 in 2": {"tile": Tile(256, 8, 2, parts=2, registers=128)},
-        "2048 at once": {"lanes": 2048},
+        "4096 at once": {"lanes": 4096},
     },
 }
 """Other tiles, and other numbers of scores that a row's program holds."""

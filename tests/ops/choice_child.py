@@ -20,9 +20,10 @@ from torch import Tensor
 from metainfer.kv.book.form import EntryForm, index_fp4, index_fp8, index_plain
 from metainfer.kv.store.entries import EntryPages, store
 from metainfer.ops.case import generator, integers, poisoned
+from metainfer.ops.indexer.ref import index_query as query_reference
 from metainfer.ops.indexer.ref import index_select as reference
 from metainfer.ops.indexer.tiles import STREAM, WIDE_SCORE
-from metainfer.ops.indexer.triton_calls import index_select
+from metainfer.ops.indexer.triton_calls import index_query, index_select
 from metainfer.ops.moe_route import ref as router
 from metainfer.ops.moe_route.tiles import MANY, SOME, WHOLE, Tile
 from metainfer.ops.moe_route.triton_calls import moe_route, moe_route_hash
@@ -136,6 +137,27 @@ def run_forms() -> int:
         keys = exact(1, 200, D) * 7 * torch.exp2(integers(G, 4, 200, 1).float())
         q, g = exact(3, 3, 3, D), exact(4, 3, 3)
         count += wrong([keys, keys[:170]], [2, 1], 20, q=q, g=g, form=form)
+    return count
+
+
+def run_queries() -> int:
+    """Sizes on every border of a scale or of a step, nothing, NaN, infinity; heads of two blocks."""
+    count = 0
+    q = torch.zeros(9, 9, D)
+    for row in range(6):  # one channel is mixed into all: 6 and its neighbours times a power of two
+        q[row, :, row] = 24 * 2.0 ** (row - 3)
+        q[row, 3] *= 1 + 2.0**-20
+        q[row, 5] *= 1 - 2.0**-20
+    q[6, 2, 1], q[7, 1, 1], q[7, 2, 1] = torch.nan, torch.inf, -torch.inf
+    positions = torch.arange(9)
+    still = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(9, 4)
+    for form in (index_plain(D, "float32"), index_fp8(D), index_fp4(D)):
+        own = q if form.scale != "none" else q[:6]
+        with poisoned():
+            found = index_query(own, positions[: len(own)], still, form)
+        wanted = query_reference(own, positions[: len(own)], still, form)
+        off = ~torch.isclose(found, wanted, rtol=0, atol=0, equal_nan=True)
+        count += int(off.any(dim=2).sum())
     return count
 
 

@@ -42,17 +42,18 @@ def _score(suffix: str, tile: Tile, heads: int = 64) -> Variant:
     args: dict[str, str | int | bool] = {
         "q": "*bf16", "g": "*fp32", "data": "*u8" if bits else "*bf16", "page_table": "*i32",
         "positions": "*i64", "query_start": "*i32", "scores": "*i32", "largest": "*i32",
-        "sequences": "i32", "first": "i32", **({} if alone else {"last": "i32", "block": "i32"}),
+        "greatest": "*i32", "sequences": "i32", "first": "i32",
+        **({} if alone else {"last": "i32", "block": "i32"}),
         "ratio": "i32", "top_k": "i32", "scale": "fp32", "g_stride": "i32", "table_stride": "i32",
         "room": "i32", "bytes": "i32", "H": heads, "HB": heads, "D": 128, "N": tile.n,
         "PAGE": 64, "LAYOUT": bits, "GROUP": group, "NEAR": GROUP, "EXACT": False,
         **({} if alone else {"WIDE": tile.channels(128, group)}),
     }  # fmt: skip
-    kind = "stream" if alone else "score"
+    kind = "score-one" if alone else "score"
     return Variant(
         impl=f"index_select/triton{suffix}",
         name=f"index-{kind}{'-wide' if tile == WIDE_SCORE else ''}{suffix}-{heads}",
-        kernel=f"{MODULE}:{kind}_kernel",
+        kernel=f"{MODULE}:{kind.replace('-', '_')}_kernel",
         args=args,
         warps=tile.warps,
         stages=tile.stages,
@@ -68,9 +69,10 @@ def _select(lanes: int) -> Variant:
         name=f"index-select-{lanes}",
         kernel=f"{MODULE}_select:select_kernel",
         args={
-            "scores": "*i32", "largest": "*i32", "groups": "*i32", "positions": "*i64",
-            "query_start": "*i32", "out": "*i32", "sequences": "i32", "first": "i32",
-            "ratio": "i32", "top_k": "i32", "room": "i32", "NEAR": GROUP, "LANES": lanes,
+            "scores": "*i32", "largest": "*i32", "greatest": "*i32", "lists": "*i32",
+            "positions": "*i64", "query_start": "*i32", "out": "*i32", "sequences": "i32",
+            "first": "i32", "ratio": "i32", "top_k": "i32", "room": "i32", "keep": "i32",
+            "NEAR": GROUP, "LANES": lanes,
         },
         warps=select_warps(lanes),
         shape=SHAPE,
@@ -80,7 +82,7 @@ def _select(lanes: int) -> Variant:
 VARIANTS = (
     *(_query(suffix, rows) for suffix in FORMS for rows in (1, 8192)),
     *(_score(suffix, tile) for suffix in FORMS for tile in (STREAM, SCORE)),
-    *(_score(suffix, WIDE_SCORE) for suffix in ("", "-fp4")),
+    *(_score(suffix, WIDE_SCORE) for suffix in FORMS),
     *(_score("-fp8", tile, 32) for tile in (STREAM, SCORE)),  # GLM-5's indexer
-    *(_select(lanes) for lanes in (2048, 4096, 16384)),
+    *(_select(lanes) for lanes in (2048, 8192, 16384)),
 )

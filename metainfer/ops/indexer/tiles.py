@@ -7,6 +7,9 @@ from dataclasses import dataclass
 GROUP = 8
 """Entries of which the scoring kernels keep the largest score, so that few need a second look."""
 
+LINE = 512
+"""A row's workspace is for a multiple of so many entries: groups of groups come by groups, too."""
+
 WORKSPACE = 64 << 20
 """Most bytes of scores and group maxima alive at once: longer steps are cut into parts by rows.
 Part of what a step may hold beside its activations (field case B-19)."""
@@ -45,10 +48,9 @@ QUERY_BLOCKS = (16, 32, 64)
 """Queries of one sequence that may share a tile of keys."""
 
 
-def score_tile(bits: int, shared: int, heads: int, d: int, element: int) -> Tile:
-    """For keys stored in `bits` (0: the model's type) where a multiprocessor has `shared` bytes, of
-    which each program costs another 1,024."""
-    if bits == 8 or 2 * (WIDE_SCORE.shared_bytes(heads, d, element) + 1024) > shared:
+def score_tile(shared: int, heads: int, d: int, element: int) -> Tile:
+    """Where a multiprocessor has `shared` bytes, of which each program costs another 1,024."""
+    if 2 * (WIDE_SCORE.shared_bytes(heads, d, element) + 1024) > shared:
         return SCORE
     return WIDE_SCORE
 
@@ -74,11 +76,14 @@ def query_block(rows: int, sequences: int, tiles: int, units: int) -> int:
     return block
 
 
-def select_lanes(rows: int, capacity: int, top_k: int, units: int) -> int:
-    """Scores that the selecting program of a row holds at once. Few rows: up to all that matter;
-    rows for every unit: as many as the groups chosen have, and several programs share a unit."""
-    most = 16384 if rows <= 2 * units else max(2048, GROUP * top_k)
-    return min(max(1 << (capacity - 1).bit_length(), 2048), most, 16384)
+def select_lanes(capacity: int, top_k: int) -> int:
+    """Scores that the selecting program of a row holds at once: of twice the groups it is after, so
+    that their search ends early."""
+    return min(max(1 << (capacity - 1).bit_length(), 2048), max(2048, 2 * GROUP * top_k), 16384)
+
+
+SELECT_REGISTERS = 128
+"""A cap for the selecting programs, so that two of 8 warps share a multiprocessor."""
 
 
 def select_warps(lanes: int) -> int:
@@ -86,10 +91,16 @@ def select_warps(lanes: int) -> int:
     return max(4, lanes // 1024)
 
 
+def kept_groups(lanes: int, top_k: int) -> int:
+    """Groups that a row may choose of those before them."""
+    return max(lanes // GROUP, top_k)
+
+
 def row_bytes(capacity: int, top_k: int) -> int:
-    """Workspace of one row that may see `capacity` entries: a score each, a maximum for each group,
-    the groups chosen."""
-    return 4 * (capacity + capacity // GROUP + top_k)
+    """Workspace of one row that may see `capacity` entries: a score each, a maximum for each group
+    and for each group of those, the groups chosen of either."""
+    lists = 2 * kept_groups(select_lanes(capacity, top_k), top_k)
+    return 4 * (capacity + capacity // GROUP + capacity // GROUP**2 + lists)
 
 
 def rows_at_once(rows: int, capacity: int, top_k: int, limit: int = WORKSPACE) -> int:

@@ -109,11 +109,11 @@ def _ordered(x):
 
 @triton.jit
 def _keep(
-    hit, weight, factor, tile, count, scores, largest, line, room,
+    hit, weight, factor, tile, count, scores, largest, greatest, line, room,
     H: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """Scores of tile's N entries from hit [N, heads], and the largest of every NEAR of them; of
-    entries from `count` on, the least number."""
+    """Scores of tile's N entries from hit [N, heads], the largest of every NEAR of them, of every
+    NEAR of those; of entries from `count` on, the least number."""
     N: tl.constexpr = hit.shape[0]
     w = tile * N + tl.arange(0, N)
     if hit.shape[1] > H:
@@ -121,10 +121,14 @@ def _keep(
     hit = tl.maximum(hit, 0.0, propagate_nan=tl.PropagateNan.ALL)
     value = _ordered(tl.sum(hit * weight[None, :], axis=1) * factor)
     value = tl.where(w < count, value, _LEAST)
-    tl.store(scores + line * room * 64 + w, value)
+    tl.store(scores + line * room * 512 + w, value)
     best = tl.max(tl.reshape(value, [N // NEAR, NEAR]), axis=1)
     group = tile * (N // NEAR) + tl.arange(0, N // NEAR)
-    tl.store(largest + line * room * (64 // NEAR) + group, best)
+    tl.store(largest + line * room * (512 // NEAR) + group, best)
+    WIDE: tl.constexpr = NEAR * NEAR
+    best = tl.max(tl.reshape(best, [N // WIDE, NEAR]), axis=1)
+    group = tile * (N // WIDE) + tl.arange(0, N // WIDE)
+    tl.store(greatest + line * room * (512 // WIDE) + group, best)
 
 
 @triton.jit(do_not_specialize=[
@@ -132,16 +136,16 @@ def _keep(
     "bytes",
 ])  # fmt: skip
 def score_kernel(
-    q, g, data, page_table, positions, query_start, scores, largest, sequences, first, last, block,
-    ratio, top_k, scale, g_stride, table_stride, room, bytes,
+    q, g, data, page_table, positions, query_start, scores, largest, greatest, sequences, first,
+    last, block, ratio, top_k, scale, g_stride, table_stride, room, bytes,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     LAYOUT: tl.constexpr, GROUP: tl.constexpr, NEAR: tl.constexpr, EXACT: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows `first` .. `last` - 1 in blocks of `block`; program (block, part) takes every so-manieth
-    tile of N entries, kept while the block's queries pass. `scores` [rows, 64 room], `largest`
-    [rows, 64 room / NEAR] of this call. Rows that see `top_k` entries or fewer take them all, so
-    they are not scored."""
+    tile of N entries, kept while the block's queries pass. `scores` [rows, 512 room], `largest`
+    and `greatest` (a NEAR-th, and again) of this call. Rows that see `top_k` entries or fewer take
+    them all, so they are not scored."""
     part, parts = tl.program_id(1), tl.num_programs(1)
     row = first + tl.program_id(0) * block
     end = tl.minimum(row + block, last)
@@ -181,7 +185,7 @@ def score_kernel(
                             hit = _product(rest, query, hit, EXACT)
                         _keep(
                             hit, weight, factor, tile, (begin + t - row + 1) // ratio, scores,
-                            largest, tl.cast(t - first, tl.int64), room, H, NEAR,
+                            largest, greatest, tl.cast(t - first, tl.int64), room, H, NEAR,
                         )  # fmt: skip
             row = stop
             s += 1
@@ -190,8 +194,8 @@ def score_kernel(
 @triton.jit(do_not_specialize=[
     "sequences", "first", "ratio", "top_k", "g_stride", "table_stride", "room", "bytes",
 ])  # fmt: skip
-def stream_kernel(
-    q, g, data, page_table, positions, query_start, scores, largest, sequences, first,
+def score_one_kernel(
+    q, g, data, page_table, positions, query_start, scores, largest, greatest, sequences, first,
     ratio, top_k, scale, g_stride, table_stride, room, bytes,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     LAYOUT: tl.constexpr, GROUP: tl.constexpr, NEAR: tl.constexpr, EXACT: tl.constexpr,
@@ -217,6 +221,6 @@ def stream_kernel(
             factor = scale * _factor(data, page, w % PAGE, seen, D, PAGE, bytes, LAYOUT)
             hit = _product(keys, query, tl.zeros([N, HB], tl.float32), EXACT)
             _keep(
-                hit, weight, factor, tile, most, scores, largest,
+                hit, weight, factor, tile, most, scores, largest, greatest,
                 tl.program_id(0).to(tl.int64), room, H, NEAR,
             )  # fmt: skip

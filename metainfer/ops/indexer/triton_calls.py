@@ -13,9 +13,12 @@ from metainfer.kv.book.form import EntryForm
 from metainfer.kv.store.entries import EntryPages
 from metainfer.ops.indexer.tiles import (
     GROUP,
+    LINE,
+    SELECT_REGISTERS,
     STREAM,
     WORKSPACE,
     Tile,
+    kept_groups,
     padded_heads,
     query_block,
     query_heads,
@@ -25,7 +28,7 @@ from metainfer.ops.indexer.tiles import (
     select_warps,
     splits_for,
 )
-from metainfer.ops.indexer.triton import score_kernel, stream_kernel
+from metainfer.ops.indexer.triton import score_kernel, score_one_kernel
 from metainfer.ops.indexer.triton_query import query_kernel
 from metainfer.ops.indexer.triton_select import select_kernel
 
@@ -89,21 +92,21 @@ def index_select(
     if rows == 0 or sequences == 0:
         return out.fill_(-1)
     alone, bits, (units, shared) = rows <= sequences, BITS[form.layout], _card(device)
-    tile = tile or (STREAM if alone else score_tile(bits, shared, heads, d, q.element_size()))
-    capacity = triton.cdiv(page_table.shape[1] * pages.entries, tile.n) * tile.n
-    tiles, room = capacity // tile.n, capacity // 64
-    scored = capacity > top_k
+    tile = tile or (STREAM if alone else score_tile(shared, heads, d, q.element_size()))
+    visible = page_table.shape[1] * pages.entries
+    scored, room = visible > top_k, triton.cdiv(visible, LINE)
+    capacity = LINE * room
+    tiles = capacity // tile.n
     many = rows_at_once(rows, capacity, top_k, workspace) if scored else rows
     block = 1 if alone else query_block(many, sequences, tiles, units)
     many = many // block * block
-    lanes = lanes or select_lanes(many, capacity, top_k, units)
-    numbers = out
+    lanes = lanes or select_lanes(capacity, top_k)
+    keep = kept_groups(lanes, top_k)
+    scores = largest = greatest = lists = out
     if scored:
-        numbers = torch.empty(
-            (capacity + capacity // GROUP + top_k) * many, dtype=torch.int32, device=device
-        )
-    largest = numbers[capacity * many :]
-    groups = largest[capacity // GROUP * many :]
+        sizes = (capacity, capacity // GROUP, capacity // GROUP**2, 2 * keep)
+        held = torch.empty(sum(sizes) * many, dtype=torch.int32, device=device)
+        scores, largest, greatest, lists = torch.split(held, [size * many for size in sizes])
     common = (
         ratio, top_k, scale, g.stride(0), page_table.stride(0), room, pages.data.stride(0), heads,
         padded_heads(heads), d, tile.n, pages.entries, bits, form.group, GROUP,
@@ -111,7 +114,10 @@ def index_select(
     )  # fmt: skip
     for first in range(0, rows, many):
         last = min(first + many, rows)
-        inputs = (q, g, pages.data, page_table, positions, query_start, numbers, largest, sequences)
+        inputs = (
+            q, g, pages.data, page_table, positions, query_start, scores, largest, greatest,
+            sequences,
+        )  # fmt: skip
         if scored:
             blocks = triton.cdiv(last - first, block)
             grid = (blocks, splits or splits_for(blocks, tiles, units))
@@ -119,12 +125,13 @@ def index_select(
             if tile.registers:
                 how["maxnreg"] = tile.registers
             if alone:
-                stream_kernel[grid](*inputs, first, *common, **how)
+                score_one_kernel[grid](*inputs, first, *common, **how)
             else:
                 wide = tile.channels(d, form.group)
                 score_kernel[grid](*inputs, first, last, block, *common, wide, **how)
         select_kernel[(last - first,)](
-            numbers, largest, groups, positions, query_start, out, sequences, first, ratio, top_k,
-            room, GROUP, lanes, num_warps=select_warps(lanes),
+            scores, largest, greatest, lists, positions, query_start, out, sequences, first, ratio,
+            top_k, room, keep, GROUP, lanes, num_warps=select_warps(lanes),
+            maxnreg=SELECT_REGISTERS,
         )  # fmt: skip
     return out
