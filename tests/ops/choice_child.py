@@ -141,7 +141,7 @@ def run_forms() -> int:
 
 
 def run_queries() -> int:
-    """Sizes on every border of a scale or of a step, nothing, NaN, infinity; heads of two blocks."""
+    """Sizes on every border of a scale or a step, nothing, NaN, infinity; heads of two blocks."""
     count = 0
     q = torch.zeros(9, 9, D)
     for row in range(6):  # one channel is mixed into all: 6 and its neighbours times a power of two
