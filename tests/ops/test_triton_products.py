@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from metainfer.kernels.audit import TARGETS, load_manifest
-from metainfer.ops.linear.tiles import CHUNK_PARTS, chunk_for, k_splits, stream_for
+from metainfer.ops.linear.tiles import chunk_for, chunk_splits, stream_for, stream_splits
 from metainfer.ops.out_group.tiles import BLOCK, FEW_ROWS, splits_for, tile_for
 
 CHILD = Path(__file__).with_name("products_child.py")
@@ -36,15 +36,17 @@ def test_product_agrees(run: str, answers: dict[str, float]) -> None:
 
 
 def test_k_is_cut_into_equal_parts_until_the_card_is_full() -> None:
-    assert k_splits(256, 1024, 132) == 1  # enough tiles
-    assert k_splits(32, 8192, 132) == 8
-    assert k_splits(12, 4096, 132) == 16  # no part under two blocks
-    assert k_splits(12, 4096, 132, CHUNK_PARTS) == 4
-    for tiles in (1, 12, 32, 64):
-        for k in (128, 256, 384, 4096, 8192):
-            parts = k_splits(tiles, k, 132)
-            assert (k // 128) % parts == 0 and (parts == 1 or k // 128 // parts >= 2)
-            assert parts == 1 or tiles * parts <= 2 * 132
+    assert stream_splits(256, 1024, 132) == 1  # enough tiles
+    assert stream_splits(32, 8192, 132) == 8
+    assert stream_splits(12, 4096, 132) == 16  # no part under two blocks
+    assert chunk_splits(24, 4096, 132) == 4 and chunk_splits(64, 2048, 132) == 2
+    assert chunk_splits(24, 1024, 132) == 1  # none under eight
+    for splits, least in ((stream_splits, 2), (chunk_splits, 8)):
+        for tiles in (1, 12, 32, 64, 300):
+            for k in (128, 256, 384, 1536, 4096, 8192):
+                parts = splits(tiles, k, 132)
+                assert (k // 128) % parts == 0 and (parts == 1 or k // 128 // parts >= least)
+                assert parts == 1 or tiles * parts <= 2 * 132
 
 
 def test_few_tokens_take_small_tiles_that_fit_their_cards() -> None:
@@ -55,6 +57,7 @@ def test_few_tokens_take_small_tiles_that_fit_their_cards() -> None:
         assert stream_for(card, 32, 6 << 20).shared_bytes(32) <= limit
     assert chunk_for((9, 0), rows=128).n < chunk_for((9, 0), rows=129).n
     assert stream_for((9, 0), 32, 6 << 20).n < stream_for((9, 0), 32, 32 << 20).n
+    assert stream_for((9, 0), 1, 6 << 20).early and not stream_for((9, 0), 1, 32 << 20).early
 
 
 def test_grouped_tiles_fit_their_cards_and_cut_k_evenly() -> None:

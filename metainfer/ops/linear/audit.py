@@ -10,6 +10,7 @@ from metainfer.ops.linear.tiles import (
     CHUNK_WGMMA,
     CHUNK_WIDE,
     STREAM,
+    STREAM_EARLY,
     STREAM_SHORT,
     STREAM_SMALL,
     STREAM_SMALL_WIDE,
@@ -96,6 +97,7 @@ _QUANTISE_WIDE = replace(
 VARIANTS = (
     _stream("wq_b", STREAM, 32768, 1024, 16, 1, HOPPER),
     _stream("wo_b", STREAM, 4096, 8192, 16, 8, HOPPER),
+    _stream("wkv", STREAM_EARLY, 1536, 4096, 16, 16, HOPPER),
     _stream("wo_b", STREAM_WIDE, 4096, 8192, 32, 8, HOPPER),
     _stream("wkv", STREAM_SHORT, 1536, 4096, 32, 8, HOPPER),
     _stream("wq_b", STREAM_SMALL, 32768, 1024, 16, 1, REST),

@@ -17,14 +17,14 @@ from metainfer.core.errors import InternalError
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.tiles import (
     BLOCK,
-    CHUNK_PARTS,
     STREAM_ROWS,
     ChunkTile,
     StreamTile,
     chunk_for,
+    chunk_splits,
     has_e4m3,
-    k_splits,
     stream_for,
+    stream_splits,
 )
 from metainfer.ops.linear.triton_fp8 import chunk_kernel, quantise_kernel, stream_kernel
 
@@ -110,7 +110,7 @@ def stream(
     device = x.device
     tile = tile or stream_for(capability(device), rows, n * k)
     tiles = triton.cdiv(n, tile.n)
-    splits = splits or k_splits(tiles, k, units(device))
+    splits = splits or stream_splits(tiles, k, units(device))
     parts, counters = parts_of(out, weight, tiles, splits)
     stream_kernel[(tiles, splits)](
         x, weight, scale, out, parts, counters, rows, x.stride(0), n, scale.stride(0),
@@ -140,7 +140,7 @@ def chunk(
         return out
     tile = tile or chunk_for(capability(device), wide, rows)
     tiles = triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
-    splits = splits or k_splits(tiles, k, units(device), CHUNK_PARTS)
+    splits = splits or chunk_splits(tiles, k, units(device))
     parts, counters = parts_of(out, weight, tiles, splits)
     left, right = q, weight
     if tile.tma:

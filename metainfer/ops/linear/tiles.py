@@ -64,9 +64,10 @@ class ChunkTile:
         return max(buffers * step + scratch, self.m * self.n * 4) + 1024
 
 
-STREAM = StreamTile(n=128, warps=8, stages=4, early=2)
+STREAM = StreamTile(n=128, warps=8, stages=4)
+STREAM_EARLY = StreamTile(n=128, warps=8, stages=4, early=2)  # a small matrix
 STREAM_WIDE = StreamTile(n=128, warps=4, stages=3)  # more than 16 tokens
-STREAM_SHORT = StreamTile(n=64, warps=4, stages=4, early=2)  # and a small matrix
+STREAM_SHORT = StreamTile(n=64, warps=4, stages=4)  # of a small matrix
 STREAM_SMALL = StreamTile(n=64, warps=4, stages=4)  # shared memory of 101,376 B
 STREAM_SMALL_WIDE = StreamTile(n=64, warps=4, stages=3)
 CHUNK_WGMMA = ChunkTile(m=64, n=128, warps=4, stages=3, tma=True, group=32)
@@ -78,15 +79,15 @@ CHUNK_FEW = ChunkTile(m=64, n=64, warps=4, stages=3)
 FEW_ROWS = 128
 """Tokens up to which tiles are small, so that there are enough of them."""
 SMALL = 1 << 24
-"""Elements of a matrix whose streaming is over before a card is full."""
+"""Elements of a matrix that is read while its kernel is still starting."""
 
 
-def stream_for(capability: tuple[int, int] | None, rows: int, size: int = SMALL) -> StreamTile:
+def stream_for(capability: tuple[int, int] | None, rows: int, size: int = 2 * SMALL) -> StreamTile:
     """The streaming tile of a card for a matrix of `size` elements."""
     if capability is not None and capability[0] == 9:
         if rows <= 16:
-            return STREAM
-        return STREAM_SHORT if size < SMALL else STREAM_WIDE
+            return STREAM_EARLY if size <= SMALL else STREAM
+        return STREAM_SHORT if size <= SMALL // 2 else STREAM_WIDE
     return STREAM_SMALL if rows <= 16 else STREAM_SMALL_WIDE
 
 
@@ -107,18 +108,18 @@ def chunk_for(
     return CHUNK_WGMMA if hopper else CHUNK
 
 
-CHUNK_PARTS = 4
-"""Most parts of a tile's sum over K: one program adds what the others left."""
+def stream_splits(tiles: int, k: int, units: int) -> int:
+    """Into how many parts K is cut: about two programs per multiprocessor, two blocks each."""
+    return _parts(tiles, k // BLOCK, 2 * units, k // BLOCK // 2)
 
 
-def k_splits(tiles: int, k: int, units: int, most: int = 1 << 10) -> int:
-    """Into how many parts K is cut: about two programs per multiprocessor, two blocks each.
+def chunk_splits(tiles: int, k: int, units: int) -> int:
+    """As `stream_splits`: four parts of eight blocks, since one program adds what the others left,
+    at about 1.5 µs a part."""
+    return _parts(tiles, k // BLOCK, 2 * units, min(4, k // BLOCK // 8))
 
-    A divisor of the number of blocks, so that every part is as long.
-    """
-    blocks = k // BLOCK
-    best = 1
-    for parts in range(1, min(blocks // 2, most) + 1):
-        if blocks % parts == 0 and tiles * parts <= 2 * units:
-            best = parts
-    return best
+
+def _parts(tiles: int, blocks: int, programs: int, most: int) -> int:
+    """The largest divisor of `blocks` within both bounds, so that every part is as long."""
+    fitting = (p for p in range(1, most + 1) if blocks % p == 0 and tiles * p <= programs)
+    return max(fitting, default=1)

@@ -29,10 +29,10 @@ class GroupTile:
 
 
 HOPPER = (
-    GroupTile(16, 64, warps=4, stages=4, each=4, early=2),
-    GroupTile(32, 64, warps=4, stages=4, each=3, early=2),
-    GroupTile(64, 64, warps=4, stages=4, early=2),
-    GroupTile(128, 64, warps=8, stages=3, early=2),
+    GroupTile(16, 64, warps=4, stages=4, each=4),
+    GroupTile(32, 64, warps=4, stages=4, each=3),
+    GroupTile(64, 64, warps=4, stages=4),
+    GroupTile(128, 64, warps=8, stages=3),
 )
 OTHERS = (
     GroupTile(16, 64, warps=4, stages=3),
