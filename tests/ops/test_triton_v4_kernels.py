@@ -98,9 +98,16 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
             estimate = experts.stream_for(card, wide=True).shared_bytes(wide=True)
         elif name.startswith("experts-bf16-chunk"):
             estimate = experts.chunk_for(card, wide=True).shared_bytes(wide=True)
+        elif name.startswith("experts-wgmma-many"):
+            estimate = experts.WGMMA_MANY.shared_bytes()
         elif name.startswith("experts-wgmma"):
             wgmma = experts.WGMMA_STREAM if "stream" in name else experts.WGMMA_CHUNK
             estimate = wgmma.shared_bytes()
+        elif name.startswith("experts-portable"):
+            stream = "stream" in name
+            estimate = (
+                experts.PORTABLE_STREAM if stream else experts.PORTABLE_CHUNK
+            ).shared_bytes()
         elif name.startswith("experts-stream"):
             estimate = experts.stream_for(card).shared_bytes()
         elif name.startswith("experts-chunk"):

@@ -17,6 +17,7 @@ from metainfer.ops.moe_experts.tiles import (
     STREAM,
     STREAM_WIDE,
     WGMMA_CHUNK,
+    WGMMA_MANY,
     WGMMA_STREAM,
     PipelinedTile,
     Tile,
@@ -36,6 +37,10 @@ WEIGHTS = {"w": "*i16", "scales": "*i32", "refs": "*u8"}
 SHAPE = {"d": D, "f": F, "e": E, "top_k": TOP}
 
 
+def _wgmma_of(m: int) -> str:
+    return f"wgmma.mma_async.sync.aligned.m64n{m}k32.f32.e4m3.e4m3"
+
+
 def _wgmma(name: str, tile: WgmmaTile, up: bool) -> Variant:
     args: dict[str, str | int | bool] = {
         "q": "*fp8e4nv", "q_scales": "*fp32", "order": "*i32", "table": "*i32", "routes": "*fp32",
@@ -50,14 +55,14 @@ def _wgmma(name: str, tile: WgmmaTile, up: bool) -> Variant:
         args=args,
         warps=tile.warps,
         shape={"rows": 8, **SHAPE},
-        mma="wgmma.mma_async.sync.aligned.m64n" + f"{tile.m}k32.f32.e4m3.e4m3",
+        mma=_wgmma_of(tile.m),
         targets=("sm_90", "sm_120"),
         spill_bytes=96 if tile == WGMMA_CHUNK else 0,
         why="four unrolled blocks of 64 tokens at 128 threads; faster than 8 warps without spill",
     )
 
 
-def _portable(name: str, tile: PipelinedTile, up: bool) -> Variant:
+def _pipelined(name: str, tile: PipelinedTile, up: bool) -> Variant:
     args: dict[str, str | int | bool] = {
         "q": "*fp8e4nv", "q_scales": "*fp32", "order": "*i32", "table": "*i32", "routes": "*fp32",
         **WEIGHTS, "w": "*i32", "out": "*bf16", "limit": "fp32", "K": D if up else F,
@@ -65,14 +70,16 @@ def _portable(name: str, tile: PipelinedTile, up: bool) -> Variant:
         "LEAST": tile.least, "RING": tile.ring, "WARPS": tile.warps, "WGMMA": tile.wgmma,
     }  # fmt: skip
     return Variant(
-        impl="moe_experts/triton",
-        name=f"experts-portable-{name}-{'up' if up else 'down'}",
+        impl="moe_experts/triton-wgmma" if tile.wgmma else "moe_experts/triton",
+        name=f"experts-{name}-{'up' if up else 'down'}",
         kernel=f"{PIPELINED}:pipelined_kernel",
         args=args,
         warps=tile.warps,
         shape={"rows": 8, **SHAPE},
-        mma=EIGHTS,
-        targets=REST,
+        mma=_wgmma_of(tile.m) if tile.wgmma else EIGHTS,
+        targets=("sm_90", "sm_120") if tile.wgmma else REST,
+        spill_bytes=288 if tile.wgmma else 0,
+        why="pointers of copies, stored and loaded once in four blocks",
     )
 
 
@@ -165,8 +172,9 @@ def _combine(form: str) -> Variant:
 VARIANTS = (
     *(_wgmma("stream", WGMMA_STREAM, up) for up in (True, False)),
     *(_wgmma("chunk", WGMMA_CHUNK, up) for up in (True, False)),
-    *(_portable("stream", PORTABLE_STREAM, up) for up in (True, False)),
-    *(_portable("chunk", PORTABLE_CHUNK, up) for up in (True, False)),
+    *(_pipelined("wgmma-many", WGMMA_MANY, up) for up in (True, False)),
+    *(_pipelined("portable-stream", PORTABLE_STREAM, up) for up in (True, False)),
+    *(_pipelined("portable-chunk", PORTABLE_CHUNK, up) for up in (True, False)),
     *(_stream(STREAM, up) for up in (True, False)),
     *(_chunk(CHUNK, up) for up in (True, False)),
     *(_sort(form, True, pairs) for form in TABLES for pairs in (0, SORTED_PAIRS)),

@@ -19,6 +19,7 @@ from metainfer.ops.declare import ON_CUDA, triton
 from metainfer.ops.moe_experts.tiles import (
     PORTABLE_CHUNK,
     WGMMA_CHUNK,
+    WGMMA_MANY,
     WGMMA_STREAM,
     chunk_for,
     stream_for,
@@ -75,7 +76,7 @@ IMPLS = (
                 lambda c: min(extent(c, "d"), extent(c, "f")) >= 1024,
                 "d and f must be 1,024 or more",
             ),
-            shared_memory(max(t.shared_bytes() for t in (WGMMA_STREAM, WGMMA_CHUNK))),
+            shared_memory(max(t.shared_bytes() for t in (WGMMA_STREAM, WGMMA_CHUNK, WGMMA_MANY))),
         ),
         requires_layout=STORED,
         honours=CLAMP,

@@ -76,6 +76,7 @@ class PipelinedTile:
 
 WGMMA_STREAM = WgmmaTile(n=64, m=8, warps=4, stages=3, blocks=2)
 WGMMA_CHUNK = WgmmaTile(n=128, m=64, warps=4, stages=4)
+WGMMA_MANY = PipelinedTile(n=128, m=128, least=64, warps=8)
 PORTABLE_STREAM = PipelinedTile(n=64, m=8, least=8, warps=4, wgmma=False)
 PORTABLE_CHUNK = PipelinedTile(n=128, m=64, least=32, warps=8, wgmma=False)
 STREAM_WGMMA = Tile(n=128, m=16, warps=4, stages=4)
@@ -100,11 +101,11 @@ def chunk_for(capability: tuple[int, int] | None, wide: bool = False) -> Tile:
     return CHUNK_WGMMA if capability is not None and capability[0] == 9 else CHUNK
 
 
-def wgmma_for(pairs: int, experts: int) -> WgmmaTile:
+def wgmma_for(pairs: int, experts: int) -> WgmmaTile | PipelinedTile:
     """The Hopper form's tile, by the pairs that an expert gets on average."""
     if pairs <= 8 * experts:
         return WGMMA_STREAM
-    return WGMMA_CHUNK
+    return WGMMA_CHUNK if pairs <= 96 * experts else WGMMA_MANY
 
 
 def portable_for(pairs: int, experts: int, d: int, f: int) -> PipelinedTile | None:
