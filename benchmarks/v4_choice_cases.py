@@ -24,6 +24,7 @@ from metainfer.ops.moe_experts.plan import planned, sorted_plan
 from metainfer.ops.moe_experts.tiles import wgmma_for
 from metainfer.ops.moe_route import cases as route_cases
 from metainfer.ops.moe_route import ref as router
+from metainfer.ops.moe_route.tiles import FEW, SOME
 from metainfer.ops.moe_route.tiles import Tile as RouteTile
 from metainfer.ops.moe_route.tiles import tile_for as route_tile
 from metainfer.ops.moe_route.triton_calls import moe_route, moe_route_hash
@@ -182,9 +183,9 @@ GATES = 32
 """Copies of the gate that take turns: together they are more than a cache holds."""
 
 ROUTE_TILES = {
-    1: (RouteTile(16, 16, 512, 8, 4, 2), RouteTile(16, 32, 256, 16, 4, 2)),
-    32: (RouteTile(16, 16, 512, 8, 4, 2), RouteTile(32, 16, 128, 8, 4, 5)),
-    128: (RouteTile(64, 32, 128, 8, 4, 4),),
+    1: (FEW, RouteTile(16, 16, 512, 8, 4, 2, True), RouteTile(16, 32, 256, 16, 4, 2, True)),
+    32: (FEW, RouteTile(16, 16, 512, 8, 4, 2, True), RouteTile(32, 16, 128, 8, 4, 5, True)),
+    128: (SOME, RouteTile(64, 32, 128, 8, 4, 4, True)),
     2048: (RouteTile(128, 128, 128, 4, 8, 3), RouteTile(128, 64, 64, 4, 4, 4)),
     8192: (RouteTile(128, 128, 64, 2, 8, 3), RouteTile(256, 128, 64, 1, 8, 3)),
 }
@@ -230,7 +231,7 @@ def _routed(
     tile: RouteTile | None = None,
 ) -> Work:  # fmt: skip
     mine, theirs, more, options = op
-    shown = tile or route_tile(len(x))
+    shown = tile or route_tile(len(x), torch.cuda.get_device_capability())
 
     def truth() -> Tensor:
         both = theirs(x.double(), gates[0].double(), *more, scale=1.5, **options)
@@ -242,7 +243,8 @@ def _routed(
 
     return Work(
         name,
-        f"{shown.m}x{shown.e}x{shown.k}/{shown.splits} {shown.warps}x{shown.stages}",
+        f"{shown.m}x{shown.e}x{shown.k}/{shown.splits} {shown.warps}x{shown.stages}"
+        + " early" * shown.early,
         call,
         _same(truth),
         bytes=x.nbytes + gates[0].nbytes,

@@ -101,7 +101,7 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
             estimate = tile.shared_bytes(int(last), 128, 2)
         elif kind.startswith("moe-route"):
             score, _, gate = kind.removeprefix("moe-route-").removeprefix("score-").partition("-")
-            width = {"bf16": 2, "fp32": 4}.get(gate)
+            width = {"bf16": 2, "fp32": 4}.get(gate.removesuffix("-early"))
             if width is None:
                 continue  # the choice holds a warp's exchange
             estimate = route.TILES[score].shared_bytes(2, width)
@@ -142,5 +142,7 @@ def test_b30_warm_up_meets_every_form_of_routing_and_sorting() -> None:
     from metainfer.ops.moe_route.tiles import tile_for as routing
 
     warmed, met = (1, 16, *SIZES, 8192), range(1, 8193)
-    assert {routing(rows) for rows in warmed} == {routing(rows) for rows in met}
+    for card in (None, (8, 9), (9, 0), (12, 0)):
+        assert {routing(rows, card) for rows in warmed} == {routing(rows, card) for rows in met}
+        assert routing(1, card).early is (card in ((9, 0), (12, 0)))
     assert {plan_of(rows * 6) for rows in warmed} == {plan_of(rows * 6) for rows in met}

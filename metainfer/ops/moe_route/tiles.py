@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`m` tokens by `e` experts, `k` channels a step; `splits` programs share out the channels."""
+    """`m` tokens by `e` experts, `k` channels a step; `splits` programs share out the channels.
+    `early`: both launches begin while the one before ends, on cards that can (9.0 and newer)."""
 
     m: int
     e: int
@@ -15,6 +16,7 @@ class Tile:
     splits: int
     warps: int
     stages: int
+    early: bool = False
 
     def step(self, gate: int) -> int:
         """Channels a step of a gate of `gate` bytes a number: half as many where it is wide."""
@@ -38,16 +40,17 @@ MANY = Tile(m=128, e=128, k=64, splits=4, warps=8, stages=3)
 WHOLE = Tile(m=128, e=128, k=64, splits=1, warps=8, stages=3)
 
 TILES = {"few": FEW, "some": SOME, "many": MANY, "whole": WHOLE}
+EARLY = {"few": replace(FEW, early=True), "some": replace(SOME, early=True)}
+"""Of few tokens a start costs as much as the work."""
 MOST = {"few": 32, "some": 256, "many": 4096}
 """Most tokens of a tile: each kind has about as many programs as a card has multiprocessors."""
 
 
-def tile_for(rows: int) -> Tile:
-    """From shapes alone: a token's sums are the same in every call of its size."""
-    for kind, most in MOST.items():
-        if rows <= most:
-            return TILES[kind]
-    return WHOLE
+def tile_for(rows: int, capability: tuple[int, int] | None = None) -> Tile:
+    """From shapes and card alone: a token's sums are the same in every call of its size."""
+    kind = next((kind for kind, most in MOST.items() if rows <= most), "whole")
+    early = capability is not None and capability >= (9, 0)
+    return EARLY.get(kind, TILES[kind]) if early else TILES[kind]
 
 
 def lanes(experts: int) -> int:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from metainfer.ops.triton_parts import come_early
+
 _LOWEST = tl.constexpr(-(1 << 31))
 
 
@@ -41,10 +43,12 @@ def score_kernel(
     x, gate, parts, rows, x_stride, one,
     K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SHARE: tl.constexpr,
     M: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (M tokens, BE experts, part): logits of steps ``part SHARE ..`` of BK channels, in
     `parts` [splits, rows, EP]. A matrix unit cuts digits off where it adds to a running sum, so a
-    step is summed apart and added in float32; times `one`, lest the compiler chain them."""
+    step is summed apart and added in float32; times `one`, lest the compiler chain them. EARLY:
+    started before the kernel in front ended; the first of the gate's lines are asked for."""
     block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, k = block * M + tl.arange(0, M), tl.arange(0, BK)
     expert = tile * BE + tl.arange(0, BE)
@@ -52,6 +56,10 @@ def score_kernel(
     left = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     right = gate + expert[:, None] * K + k[None, :]
     acc = tl.zeros([M, BE], tl.float32)
+    if EARLY:
+        asked = part * SHARE * BK + tl.minimum(tl.arange(0, 8) * 64, SHARE * BK - 1)
+        held = tl.minimum(expert, E - 1)[:, None] * K
+        come_early(gate + held + tl.minimum(asked, K - 1)[None, :])
     for step in range(part * SHARE, tl.minimum((part + 1) * SHARE, tl.cdiv(K, BK))):
         at = step * BK
         if K % BK == 0:
@@ -115,10 +123,13 @@ def _best(s, key, EP: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr):
 def choose_kernel(
     parts, bias, table, tokens, ids, weights, rows, scale,
     E: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr,
-    SPLITS: tl.constexpr, HASH: tl.constexpr,
+    SPLITS: tl.constexpr, HASH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program: a token. HASH: experts are a row of `table` by token id, otherwise by score and
-    `bias`."""
+    `bias`. EARLY: started while the first kernel runs, as the next one may be."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
     own, size = parts + row * EP, rows.to(tl.int64) * EP
     if HASH:

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from metainfer.ops.linear.fp8 import capability
 from metainfer.ops.moe_route.tiles import Tile, lanes, tile_for
 from metainfer.ops.moe_route.triton import choose_kernel, score_kernel
 
@@ -34,7 +35,7 @@ def _route(
     weights = torch.empty((rows, top_k), dtype=torch.float32, device=device)
     if rows == 0:
         return ids, weights
-    tile, wide = tile or tile_for(rows), lanes(experts)
+    tile, wide = tile or tile_for(rows, capability(device)), lanes(experts)
     width = gate.element_size()
     parts = torch.empty((tile.splits, rows, wide), dtype=torch.float32, device=device)
     # float16 has no room for the parts of a float32 gate
@@ -42,10 +43,12 @@ def _route(
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(wide, tile.e), tile.splits)
     score_kernel[grid](
         x, gate, parts, rows, x.stride(0), 1.0, k, experts, wide, tile.share(k, width), tile.m,
-        tile.e, tile.step(width), exact, num_warps=tile.warps, num_stages=tile.stages,
+        tile.e, tile.step(width), exact, tile.early, num_warps=tile.warps,
+        num_stages=tile.stages, launch_pdl=tile.early,
     )  # fmt: skip
     choose_kernel[(rows,)](
         parts, bias, table, tokens, ids, weights, rows, scale, experts, wide, top_k,
-        triton.next_power_of_2(top_k), tile.splits, table is not None, num_warps=1,
+        triton.next_power_of_2(top_k), tile.splits, table is not None, tile.early, num_warps=1,
+        launch_pdl=tile.early,
     )  # fmt: skip
     return ids, weights
