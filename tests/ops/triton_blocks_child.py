@@ -227,21 +227,18 @@ def run_compress_cuts() -> float:
 
 
 def hyper(tile: Tile, rows: int) -> float:
-    """A case of `rows` tokens in tiles of another size; twice, since counters must come back to
-    zero."""
+    """A case of `rows` tokens in tiles of another size."""
     case = next(case for case in mix_pre_cases(3) if case.shape["rows"] == rows)
     args = tuple(a.float() for a in case.args)
     truth = ref.hyper_mix_pre(*(a.double() for a in args), **case.kwargs)
-    before, worst = triton_calls.tile_for, 0.0
+    before = triton_calls.tile_for
     triton_calls.tile_for = lambda rows: tile
     try:
-        for _ in range(2):
-            with poisoned():
-                found = triton_calls.hyper_mix_pre(*args, **case.kwargs)
-            worst = max(worst, *(off(a, b) for a, b in zip(found, truth, strict=True)))
+        with poisoned():
+            found = triton_calls.hyper_mix_pre(*args, **case.kwargs)
     finally:
         triton_calls.tile_for = before
-    return worst
+    return max(off(a, b) for a, b in zip(found, truth, strict=True))
 
 
 RUNS: dict[str, Callable[[], float]] = {
@@ -252,7 +249,7 @@ RUNS: dict[str, Callable[[], float]] = {
     "hadamard": run_hadamard,
     "compress-cuts": run_compress_cuts,
     "hyper-parts": lambda: hyper(Tile(d=8, down=1, across=4, splits=4, programs=1), 7),
-    "hyper-long": lambda: hyper(LONG, 33),
+    "hyper-long": lambda: hyper(LONG, 17),
 }
 
 
