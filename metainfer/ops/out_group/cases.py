@@ -24,6 +24,7 @@ SIZES = (
     (0, 2, 128, 2, 128, "fp8_128"),
     (1, 8, 128, 2, 256, "fp8_128"),
     (5, 8, 64, 4, 128, "fp8_128_f32"),
+    (7, 4, 512, 2, 128, "fp8_128"),
     (33, 4, 128, 2, 128, "fp8_128_f32"),
     (130, 8, 64, 2, 128, "fp8_128"),
 )
@@ -35,7 +36,7 @@ def cases(seed: int) -> list[Case]:
     for rows, hq, d, groups, n, scheme in SIZES:
         o, k = normal(g, rows, hq, d), hq * d // groups
         # blocks of 128 channels differ in size, so a foreign scale shows
-        slope = 4.0 ** -(torch.arange(k) // 128)
+        slope = 4.0 ** -(torch.arange(k) // 128 % 4)
         weight = stored(normal(g, groups * n, k, scale=k**-0.5) * slope, scheme)
         o = (o.view(rows, groups, k) / slope).view_as(o)
         if rows > 2:
