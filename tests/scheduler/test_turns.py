@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from null_world import SHAPES, VOCAB, World, request, world_of
 
 from metainfer.core.errors import InternalError
 from metainfer.core.request import FinishReason
-from metainfer.core.step import StepPlan, StepResult
+from metainfer.core.step import NON_FINITE, RunResult, StepPlan, StepResult
 from metainfer.engine.protocol import Fault
 from metainfer.engine.recorder import FlightRecorder, in_flight, read
 from metainfer.engine.stacks import StackTimer
@@ -196,3 +199,32 @@ def test_a_step_that_fails_behind_another_costs_that_one_nothing() -> None:
     assert outcomes[0] == "" and outcomes[1] == "MemoryError" and set(outcomes.values()) == {
         "", "MemoryError"
     }  # fmt: skip
+
+
+def test_nan_of_a_request_that_was_put_back_is_not_looked_for_in_its_slot() -> None:
+    """The plan behind took the slot: what is there now is another's, or nobody's."""
+    world = world_of(slots=2)
+    device: Any = LateDevice(world, lambda plan: False, lambda plan: True)
+    steps, _, faults = turns(world, device)
+    world.add(request("a", [1, 2, 3], 6))
+    schedule, collect = world.scheduler.schedule, device.collect
+
+    def taken() -> StepPlan | None:
+        plan = schedule()
+        return None if plan is None else replace(plan, released=(0,) if plan.step == 1 else ())
+
+    def broken() -> StepResult:
+        result = collect()
+        runs = tuple(replace(run, tokens=(), error="NaN", code=NON_FINITE) for run in result.runs)
+        return replace(result, runs=runs)
+
+    device.submit, device.collect = world.device.submit, broken
+    device.unread, device.locate = True, lambda plan, slot: pytest.fail("it was looked for")
+    world.scheduler.schedule = taken  # type: ignore[method-assign]
+    world.device._execute = lambda plan: StepResult(  # type: ignore[method-assign]
+        plan.step, tuple(RunResult(run.slot) for run in plan.segments[0].ranks[0].runs)
+    )
+    steps.turn()
+    assert [fault.text.partition(": ")[2] for fault in faults] == [
+        "the request was put back meanwhile"
+    ]
