@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metainfer.core.plan import StepGraph
@@ -136,6 +136,7 @@ def test_pages_of_the_spare_slot_stay(slot: int) -> None:
     assert len(host.states) == SLOTS
 
 
+@settings(max_examples=25)
 @given(st.data())
 def test_the_device_follows_every_plan(data: st.DataObject) -> None:
     """Grants as they come, and slots that change hands: no page of the one before stays."""

@@ -75,7 +75,7 @@ def run(world: World, steps: Steps, limit: int = 4000) -> None:
     raise InternalError(f"not finished after {limit} turns")
 
 
-@settings(max_examples=int(os.environ.get("WORKLOADS", "40")))
+@settings(max_examples=int(os.environ.get("WORKLOADS", "25")))
 @example("dense", 24, 1, 0.1)  # a trial whose steps may not be launched ahead
 @given(
     shape=st.sampled_from(sorted(SHAPES)),
