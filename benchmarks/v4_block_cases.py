@@ -248,7 +248,7 @@ COMPRESSORS = (
 
 def compressed(sweep: bool) -> Iterator[Work]:
     for name, form, ratio, overlap in COMPRESSORS:
-        others = (CompressTile(32, 128, 4), CompressTile(64, 128, 8), CompressTile(32, 64, 4))
+        others = (CompressTile(32, 128, 4), CompressTile(16, 128, 4))
         for sequences, queries in ((1, 1), (32, 1), (128, 1), (1, 8192)):
             tried = sweep and ratio == 128 and sequences != 32
             for tile in (None, *(others if tried else ())):

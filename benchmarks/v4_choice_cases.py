@@ -281,10 +281,7 @@ V = 129280
 
 
 def sampling(sweep: bool) -> Iterator[Work]:
-    others = (
-        SampleTile(1024, 4), SampleTile(2048, 4, 1024, 4), SampleTile(2048, 8, 4096, 16),
-        SampleTile(4096, 8, 8192, 16),
-    )  # fmt: skip
+    others = (SampleTile(1024, 4, 2048, 8), SampleTile(2048, 4), SampleTile(2048, 8))
     for rows in (1, 8, 32, 128):
         logits = torch.randn(rows, V, device="cuda") * 3
         draws: dict[str, Any] = {
@@ -312,6 +309,7 @@ def sampling(sweep: bool) -> Iterator[Work]:
                     _same(lambda x=logits, s=inputs: sampler.sample(x, s).tokens),
                     bytes=rows * V * 4,
                     flops=0.0,
+                    copies=4,  # of the same row, which the head has just written
                     floor=0.0,
                 )
 

@@ -23,12 +23,12 @@ class Tile:
 
 def tile_for(slots: int, lanes: int) -> Tile:
     """For windows of `slots` raw rows of `lanes` channels. Short windows are pooled whole; long
-    ones in slices of 64 bytes a row. A thread has 16 values, up to 32, and as many gates."""
-    most = 1 << (slots - 1).bit_length()
-    part = lanes if slots <= 32 else min(lanes, 16)
-    rows = max(1, min(most, _TILE // part))
-    # Slices leave registers for more programs beside each other.
-    return Tile(part, rows, 8 if part == lanes and rows * part > 2048 else 4)
+    ones in slices of 128 bytes a row, which leave registers for more programs beside each other. A
+    thread has 16 values, up to 32, and as many gates."""
+    if slots > 32 and lanes > 32:
+        return Tile(32, 64, 4)
+    rows = max(1, min(1 << (slots - 1).bit_length(), _TILE // lanes))
+    return Tile(lanes, rows, 8 if rows * lanes > 2048 else 4)
 
 
 def each_for(rows: int, slices: int) -> int:

@@ -12,7 +12,7 @@ _POINTERS = {
     **dict.fromkeys(("counts", "offsets", "limits", "numbers", "ids"), "*i32"),
     "sums": "*fp64", "weights": "*fp64", "bad": "*i1",
 }  # fmt: skip
-_SIZES = {"PART": TILE.part, "PARTS": 64, "BINS": BINS, "BLOCK": BLOCK, "LANES": TILE.lanes}
+_SIZES = {"PART": TILE.part, "PARTS": 128, "BINS": BINS, "BLOCK": BLOCK, "LANES": TILE.lanes}
 
 
 def _variant(name: str, pointers: str, numbers: str, sizes: str, warps: int) -> Variant:

@@ -12,11 +12,11 @@ class Tile:
 
     part: int
     warps: int
-    lanes: int = 2048
-    row_warps: int = 8
+    lanes: int = 4096
+    row_warps: int = 16
 
 
-TILE = Tile(2048, 8)
+TILE = Tile(1024, 4)
 
 BINS = 256
 """Bins of a row's logits below its best one: 32 for every doubling of the distance plus one."""
