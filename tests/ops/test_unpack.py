@@ -1,0 +1,89 @@
+"""The PTX that unpacks FP4 elements, run here instruction by instruction."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from metainfer.ops.moe_experts.tiles import (
+    OPERANDS,
+    OPERANDS_WORDS,
+    PORTABLE_CHUNK,
+    PORTABLE_STREAM,
+    SPAN,
+    UNPACK,
+    UNPACK_WORDS,
+    WGMMA_CHUNK,
+    WGMMA_MANY,
+    WGMMA_STREAM,
+    portable_for,
+    wgmma_for,
+)
+
+WORD = 0xFFFFFFFF
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def permuted(a: int, b: int, selector: int) -> int:
+    """``prmt.b32``: four bytes of b:a, each by a nibble whose highest bit asks for the sign."""
+    eight, word = b << 32 | a, 0
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = eight >> 8 * (nibble & 7) & 255
+        word |= (255 * (byte >> 7) if nibble & 8 else byte) << 8 * i
+    return word
+
+
+INSTRUCTIONS: dict[str, Callable[..., int]] = {
+    "prmt.b32": permuted,
+    "sub.s32": operator.sub,
+    "mad.lo.s32": lambda a, b, c: a * b + c,
+    "and.b32": operator.and_,
+    "or.b32": operator.or_,
+    "shl.b32": operator.lshift,
+    "shr.u32": operator.rshift,
+}
+
+
+def run(ptx: str, inputs: Sequence[int]) -> list[int]:
+    """Outputs $0 .. $3 of `ptx`, whose inputs begin at $4."""
+    held = {f"${i + 4}": value for i, value in enumerate(inputs)}
+    for line in ptx.replace(";", "").splitlines():
+        name, _, rest = line.partition(" ")
+        if name not in ("", "{", "}", ".reg"):
+            out, *operands = rest.split(", ")
+            values = [held[o] if o in held else int(o, 0) for o in operands]
+            held[out] = INSTRUCTIONS[name](*values) & WORD
+    return [held[f"${i}"] for i in range(4)]
+
+
+@pytest.mark.parametrize("each", [4, 2])
+def test_unpacked_elements_are_exact(each: int, rng: random.Random) -> None:
+    """`each`: elements that a register of scales, references and selectors is given for."""
+    ptx, text = (UNPACK, OPERANDS) if each == 4 else (UNPACK_WORDS, OPERANDS_WORDS)
+    assert text.count("=&r") == 4 and text.count("r") == 4 + 2 + 3 * each
+    for _ in range(40):
+        nibbles = [rng.randrange(16) for _ in range(16)]
+        ref, group = rng.randrange(SPAN, 255), rng.randrange(4)
+        scales = [rng.randrange(ref - SPAN, ref + 1) for _ in range(4)]
+        packed = [sum(n << 4 * i for i, n in enumerate(nibbles[p : p + 8])) for p in (0, 8)]
+        four = sum(s << 8 * i for i, s in enumerate(scales))
+        rest = [value for v in (four, ref, 0x4440 + group) for value in (v, *[WORD] * (each - 1))]
+        words = run(ptx, [*packed, *rest])
+        codes = torch.tensor([w >> 8 * i & 255 for w in words for i in range(4)]).to(torch.uint8)
+        sizes = torch.tensor([E2M1[n & 7] * (-1) ** (n >> 3) for n in nibbles])
+        want = sizes * 2.0 ** (scales[group] - ref + 6)
+        assert torch.equal(codes.view(torch.float8_e4m3fn).float(), want)
+
+
+def test_tiles_by_pairs_and_widths() -> None:
+    assert portable_for(8 * 256, 256, 4096, 2048) == PORTABLE_STREAM
+    assert portable_for(8 * 256 + 1, 256, 4096, 2048) == PORTABLE_CHUNK
+    assert portable_for(6, 256, 4096, 2048 + 128) is None  # scales of four blocks at a time
+    assert portable_for(6, 256, 4096 + 256, 2048) is None
+    chosen = [wgmma_for(256 * pairs, 256) for pairs in (8, 9, 96, 97)]
+    assert chosen == [WGMMA_STREAM, WGMMA_CHUNK, WGMMA_CHUNK, WGMMA_MANY]
