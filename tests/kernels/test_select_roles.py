@@ -1,11 +1,12 @@
-"""Layouts of several roles in one bundle."""
+"""Layouts of several roles in one bundle, and what its phases weigh."""
 
 from __future__ import annotations
 
 import pytest
-from machines import card, kernel, request, trusted
+from machines import LAYOUT_A, LAYOUT_B, card, kernel, request, trusted
 
 from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.step import Phase
 from metainfer.kernels.impl import Layout
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import Policy, select
@@ -50,3 +51,31 @@ def test_a_pin_for_a_role_that_the_model_has_not_is_refused() -> None:
     registry.add_layout(Layout(id="k@1", role="weight"))
     with pytest.raises(UsageError, match=r"no weight layout 'k@1'.*There is: a@1"):
         select(registry, both, card((9, 0)), foreign)
+
+
+def test_phases_weigh_by_their_steps_for_a_token_of_an_answer() -> None:
+    """Faster for prompts or for answers: which of the two wins is for the share of each to say."""
+    both = Registry(
+        [
+            kernel(name, seconds, op="linear", requires_layout={"weight": layout}, phases={phase})
+            for name, layout, phase, seconds in (
+                ("a-chunk", "a@1", Phase.CHUNK, 6.0),
+                ("a-decode", "a@1", Phase.DECODE, 2.0),
+                ("b-chunk", "b@1", Phase.CHUNK, 4.0),
+                ("b-decode", "b@1", Phase.DECODE, 3.0),
+            )
+        ],
+        [LAYOUT_A, LAYOUT_B],
+    )
+    asked = [request("linear", phase) for phase in (Phase.CHUNK, Phase.DECODE)]
+    policy, facts = Policy(evidence=trusted(both)), card((9, 0))
+
+    def taken(chunks: float, decodes: float) -> tuple[str, float | None]:
+        steps = {Phase.CHUNK: chunks, Phase.DECODE: decodes}
+        bundle = select(both, asked, facts, policy, steps).bundle
+        return bundle.name, bundle.seconds
+
+    assert select(both, asked, facts, policy).bundle.name == "b@1"  # 4 + 3 against 6 + 2
+    assert taken(1, 1) == ("b@1", 7.0)
+    assert taken(0.25, 1) == ("a@1", 3.5)  # against 4
+    assert taken(1, 0.5) == ("b@1", 5.5)
