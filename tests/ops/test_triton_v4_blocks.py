@@ -81,9 +81,10 @@ def test_channels_are_cut_into_powers_of_two_parts() -> None:
     from metainfer.ops.hyper.tiles import LONG, MIDDLE, SHORT, splits_for, tile_for
 
     assert splits_for(SHORT, 1, 128, 132) == 128  # one token reads with the whole card
-    assert splits_for(MIDDLE, 2, 128, 132) == 64
-    assert splits_for(LONG, 128, 128, 132) == 8
-    for rows in (1, 32, 33, 1023, 1024, 8192):
+    assert splits_for(MIDDLE, 2, 512, 132) == 128
+    assert splits_for(MIDDLE, 8, 512, 132) == 64
+    assert splits_for(LONG, 128, 512, 132) == 8
+    for rows in (1, 64, 65, 1023, 1024, 8192):
         tile = tile_for(rows)
         for chunks in (1, 2, 3, 5, 128):
             splits = splits_for(tile, -(-rows // tile.m), chunks, 132)
