@@ -11,7 +11,7 @@ HELD_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`heads` of one query by `n` keys; `sliced`: each of eight warps has an eighth of the channels."""
+    """`heads` of one query by `n` keys; `sliced`: an eighth of the channels to each of eight warps."""
 
     heads: int
     n: int
