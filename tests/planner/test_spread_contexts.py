@@ -124,14 +124,14 @@ def test_a_pair_holds_what_its_wider_half_needs() -> None:
 
 
 def test_what_prompts_fetch_of_one_layer_is_in_the_ledger() -> None:
-    """Of a layer with index keys: an entry and a key for four tokens. Where each rank has the
-    cache nothing is fetched."""
+    """Of a layer with index keys: an entry and a key for four tokens, in the layout's own form.
+    Where each rank has the cache nothing is fetched."""
     item = "a layer's cache, fetched for prompts"
-    held = of("tp8cs8").held
-    assert held is not None
-    sizes = {spec.name: spec.form.bytes for spec in held.specs if spec.tokens_per_entry == 4}
-    each = (sizes["entries"] + sizes["index"]) / 4
     for name in ("tp8cs8", "cp8/dp8ep8", "cp8/tp8cs8"):
+        held = of(name).held
+        assert held is not None
+        sizes = {spec.name: spec.form.bytes for spec in held.specs if spec.tokens_per_entry == 4}
+        each = (sizes["entries"] + sizes["index"]) / 4
         assert ledger(name)[item] == int(each * CONTEXT), name
     for name in ("tp8", "ep8", "cp8/tp8"):
         assert item not in ledger(name), name
@@ -182,12 +182,20 @@ def test_later_chunks_fetch_what_lies_before_them() -> None:
 
     assert more("cp8/tp8") == more("tp8") == 0.0
     assert more("cp8/tp8cs8") > 0 and more("tp8cs8") == pytest.approx(more("cp8/tp8cs8"))
-    pair, tree = cost("cp8/dp8ep8").prompts, from_facts(describe(EIGHT).facts)
-    assert pair is not None and not tree.peer
-    layers = pair.work.paged_layers
-    layer = int(65_536 * pair.work.token_bytes / layers)
+    tree = from_facts(describe(EIGHT).facts)
+    assert not tree.peer
+
+    def layers_of(name: str) -> tuple[int, int]:
+        """Layers with pages, and the bytes of one that lie before, in the layout's own form."""
+        pair = cost(name).prompts
+        assert pair is not None
+        layers = pair.work.paged_layers
+        return layers, int(65_536 * pair.work.token_bytes / layers)
+
+    layers, layer = layers_of("cp8/dp8ep8")
     lent = layers * broadcast(tree, layer, through_host=True)
     assert more("cp8/dp8ep8") * 1e6 == pytest.approx(lent)
+    layers, layer = layers_of("cp8/tp8cs8")
     gathered = layers * direct(tree, layer, through_host=True)
     assert more("cp8/tp8cs8") * 1e6 == pytest.approx(gathered)
 
