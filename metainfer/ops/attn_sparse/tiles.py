@@ -11,7 +11,7 @@ HELD_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`heads` of one query by `n` keys; `sliced`: an eighth of the channels to each of eight warps."""
+    """`heads` of one query by `n` keys; `sliced`: a warp has an eighth of the channels."""
 
     heads: int
     n: int
