@@ -86,9 +86,9 @@ def test_heads_past_the_first_block_read_their_own_queries() -> None:
     assert (found - truth).abs().max() < 5e-6
 
 
-@pytest.mark.parametrize("programs", [1, 2, 3])
-def test_a_program_takes_several_queries(programs: int) -> None:
-    found, truth = _run([*COUNTS, 0, 0, 12, 3], 1, programs=programs)
+@pytest.mark.parametrize(("programs", "blocks"), [(1, 1), (2, 1), (3, 1), (1, 2)])
+def test_a_program_takes_several_queries(programs: int, blocks: int) -> None:
+    found, truth = _run([*COUNTS, 0, 0, 12, 3], 1, blocks, programs)
     assert (found - truth).abs().max() < 5e-6
 
 
