@@ -30,8 +30,12 @@ from metainfer.ops.linear.tiles import ChunkTile, StreamTile
 from metainfer.ops.moe_experts.mxfp4 import Mx, experts, prepare
 from metainfer.ops.moe_experts.tiles import (
     CHUNK,
+    PORTABLE_CHUNK,
+    PORTABLE_STREAM,
     STREAM,
     WGMMA_CHUNK,
+    WGMMA_MANY,
+    WGMMA_SOME,
     WGMMA_STREAM,
     PipelinedTile,
     Tile,
@@ -269,21 +273,12 @@ def moe(sweep: bool) -> Iterator[Work]:
     limit = 4.0  # clamps part of what random weights give
     few: list[AnyTile] = [WGMMA_STREAM, STREAM]
     some: list[AnyTile] = [WGMMA_STREAM]
-    middle: list[AnyTile] = [
-        WGMMA_CHUNK, WGMMA_STREAM, PipelinedTile(64, 16, 8, 4, 8), PipelinedTile(64, 32, 16, 4),
-        PipelinedTile(128, 32, 16, 8), PipelinedTile(128, 64, 32, 8),
-    ]  # fmt: skip
-    many: list[AnyTile] = [WGMMA_CHUNK, CHUNK]
+    middle: list[AnyTile] = [WGMMA_SOME, WGMMA_CHUNK, PipelinedTile(64, 32, 16, 4)]
+    many: list[AnyTile] = [WGMMA_CHUNK, WGMMA_MANY, CHUNK]
     if sweep:
-        few += [WgmmaTile(64, 8, 4, 4, 2), WgmmaTile(64, 8, 4, 3, 4), PipelinedTile(64, 8, 8, 4, 8)]
-        few += [PipelinedTile(64, 8, 8, 4, ring, wgmma=False) for ring in (4, 8)]
-        some += [WgmmaTile(64, 8, 4, 4, 2), PipelinedTile(64, 8, 8, 4, 8, wgmma=False)]
-        many += [
-            PipelinedTile(128, 128, 64, 8), PipelinedTile(128, 128, 64, 8, persistent=True),
-            PipelinedTile(128, 64, 64, 8), PipelinedTile(128, 64, 32, 8, persistent=True),
-            PipelinedTile(128, 64, 32, 8), PipelinedTile(64, 64, 32, 4),
-            PipelinedTile(64, 128, 64, 4), PipelinedTile(128, 64, 64, 8, wgmma=False),
-        ]  # fmt: skip
+        few += [PipelinedTile(64, 8, 8, 4, 8, wgmma) for wgmma in (True, False)]
+        few += [PORTABLE_STREAM]
+        many += [PipelinedTile(64, 128, 64, 4), PORTABLE_CHUNK]
     for rows in (1, 8, 32):
         x, copies = _tokens(rows, D), 6
         sets = [_routes(rows) for _ in range(copies)]

@@ -19,6 +19,7 @@ from metainfer.ops.moe_experts.tiles import (
     UNPACK_WORDS,
     WGMMA_CHUNK,
     WGMMA_MANY,
+    WGMMA_SOME,
     WGMMA_STREAM,
     portable_for,
     wgmma_for,
@@ -85,5 +86,5 @@ def test_tiles_by_pairs_and_widths() -> None:
     assert portable_for(8 * 256 + 1, 256, 4096, 2048) == PORTABLE_CHUNK
     assert portable_for(6, 256, 4096, 2048 + 128) is None  # scales of four blocks at a time
     assert portable_for(6, 256, 4096 + 256, 2048) is None
-    chosen = [wgmma_for(256 * pairs, 256) for pairs in (8, 9, 96, 97)]
-    assert chosen == [WGMMA_STREAM, WGMMA_CHUNK, WGMMA_CHUNK, WGMMA_MANY]
+    chosen = [wgmma_for(256 * pairs, 256) for pairs in (8, 9, 16, 17, 96, 97)]
+    assert chosen == [WGMMA_STREAM, *[WGMMA_SOME] * 2, *[WGMMA_CHUNK] * 2, WGMMA_MANY]

@@ -20,6 +20,7 @@ from metainfer.ops.moe_experts.tiles import (
     PORTABLE_CHUNK,
     WGMMA_CHUNK,
     WGMMA_MANY,
+    WGMMA_SOME,
     WGMMA_STREAM,
     chunk_for,
     stream_for,
@@ -76,7 +77,9 @@ IMPLS = (
                 lambda c: min(extent(c, "d"), extent(c, "f")) >= 1024,
                 "d and f must be 1,024 or more",
             ),
-            shared_memory(max(t.shared_bytes() for t in (WGMMA_STREAM, WGMMA_CHUNK, WGMMA_MANY))),
+            shared_memory(
+                max(t.shared_bytes() for t in (WGMMA_STREAM, WGMMA_SOME, WGMMA_CHUNK, WGMMA_MANY))
+            ),
         ),
         requires_layout=STORED,
         honours=CLAMP,

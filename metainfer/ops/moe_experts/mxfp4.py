@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from metainfer.core.errors import InternalError
-from metainfer.ops.linear.fp8 import capability, quantise, units, wide_type
+from metainfer.ops.linear.fp8 import capability, quantise, wide_type
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.moe_experts.plan import planned, sorted_bounds
 from metainfer.ops.moe_experts.sorting import blocks_of
@@ -34,7 +34,7 @@ from metainfer.ops.moe_experts.triton_mxfp4 import (
     stream_down_kernel,
     stream_up_kernel,
 )
-from metainfer.ops.moe_experts.triton_pipelined import persistent_kernel, pipelined_kernel
+from metainfer.ops.moe_experts.triton_pipelined import pipelined_kernel
 from metainfer.ops.moe_experts.triton_wgmma import experts_kernel
 
 
@@ -133,13 +133,6 @@ def _product(
         experts_kernel[n // tile.n, table.shape[0]](
             q, scales, order, table, routes, weight.words, weight.scales, weight.refs, out, limit,
             k, n, top, up, tile.n, tile.m, tile.blocks, tile.stages, tile.warps,
-            num_warps=tile.warps,
-        )  # fmt: skip
-    elif tile.persistent:
-        blocks = table.shape[0]
-        persistent_kernel[(min(units(q.device), n // tile.n * blocks),)](
-            q, scales, order, table, routes, weight.words.view(torch.int32), weight.scales,
-            weight.refs, out, limit, blocks, k, n, top, up, tile.n, tile.m, tile.least, tile.warps,
             num_warps=tile.warps,
         )  # fmt: skip
     else:

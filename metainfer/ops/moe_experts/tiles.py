@@ -35,7 +35,8 @@ class Tile:
 class WgmmaTile:
     """Of the Hopper form: `n` weight rows by `m` pairs, `blocks` of 128 channels a stage.
 
-    Scales come for four blocks at once, so `blocks` divides four.
+    Scales come for four blocks at once, so `blocks` divides four; of two such fours there is room,
+    so that at most four blocks are copied ahead.
     """
 
     n: int
@@ -55,8 +56,7 @@ class PipelinedTile:
     """Of the form that unpacks beside its products: `n` weight rows by up to `m` pairs.
 
     A block of up to `least` pairs takes a tile of as many; `ring` blocks of 128 channels are held.
-    `persistent`: a program a multiprocessor, each with many tiles (a ring of four). `wgmma`:
-    Hopper's products, or else those of every card with e4m3.
+    `wgmma`: Hopper's products, or else those of every card with e4m3.
     """
 
     n: int
@@ -64,18 +64,17 @@ class PipelinedTile:
     least: int
     warps: int
     ring: int = 4
-    persistent: bool = False
     wgmma: bool = True
 
     def shared_bytes(self) -> int:
         """Rings of packed weights, activations and the scales of both."""
         block = self.n * BLOCK // 2 + self.m * BLOCK
-        sums = self.n * self.m * 4 if self.persistent else 0
-        return self.ring * block + self.ring // 2 * 16 * (self.n + self.m) + sums
+        return self.ring * block + self.ring // 2 * 16 * (self.n + self.m)
 
 
 WGMMA_STREAM = WgmmaTile(n=64, m=8, warps=4, stages=3, blocks=2)
 WGMMA_CHUNK = WgmmaTile(n=128, m=64, warps=4, stages=4)
+WGMMA_SOME = PipelinedTile(n=64, m=16, least=8, warps=4, ring=8)
 WGMMA_MANY = PipelinedTile(n=128, m=128, least=64, warps=8)
 PORTABLE_STREAM = PipelinedTile(n=64, m=8, least=8, warps=4, wgmma=False)
 PORTABLE_CHUNK = PipelinedTile(n=128, m=64, least=32, warps=8, wgmma=False)
@@ -105,6 +104,8 @@ def wgmma_for(pairs: int, experts: int) -> WgmmaTile | PipelinedTile:
     """The Hopper form's tile, by the pairs that an expert gets on average."""
     if pairs <= 8 * experts:
         return WGMMA_STREAM
+    if pairs <= 16 * experts:
+        return WGMMA_SOME
     return WGMMA_CHUNK if pairs <= 96 * experts else WGMMA_MANY
 
 

@@ -24,14 +24,6 @@ from metainfer.ops.moe_experts.triton_wgmma import _barrier, _copy, _row
 
 _UNPACK = gl.constexpr(UNPACK_WORDS)
 _OPERANDS = gl.constexpr(OPERANDS_WORDS)
-_PINNED = gl.constexpr(
-    "{ .reg .pred p; .reg .b32 t; lop3.b32 t, $4, $5, $6, 0x80; lop3.b32 t, t, $7, $8, 0x80; "
-    "lop3.b32 t, t, $9, $10, 0x80; lop3.b32 t, t, $11, $12, 0x80; lop3.b32 t, t, $13, $14, 0x80; "
-    "lop3.b32 t, t, $15, $16, 0x80; lop3.b32 t, t, $17, $18, 0x80; and.b32 t, t, $19; "
-    "setp.eq.u32 p, t, 0xffffffff; @p nanosleep.u32 0; "
-    "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
-)
-_SIXTEEN = gl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r")
 
 
 @gluon.jit
@@ -55,14 +47,6 @@ def _elements(four, left: gl.constexpr, BN: gl.constexpr):
         dtype=gl.int8, is_pure=True, pack=4,
     )  # fmt: skip
     return gl.convert_layout(x, left, assert_trivial=True).to(gl.float8e4nv, bitcast=True)
-
-
-@gluon.jit
-def _pin(four):
-    """Keeps the unpacking where it is written, before the wait for the products beside it: the
-    assembler would move it behind. An instruction that stays in its place and never does anything
-    (no sixteen words of numbers have all bits set) reads all of it."""
-    gl.inline_asm_elementwise(_PINNED, _SIXTEEN, [four], dtype=gl.int8, is_pure=False, pack=16)
 
 
 @gluon.jit
@@ -235,8 +219,6 @@ def _block(
                     xs_live, (s + AHEAD) % 4 == 0,
                 )  # fmt: skip
             async_copy.commit_group()
-            if WGMMA:
-                _pin(a)
             scale = xs_ring.index(block // 4 % PLACES).slice(s % 4, 1, 1)
             scale = scale.permute((1, 0)).load(mma)
             if WGMMA:
@@ -273,131 +255,3 @@ def pipelined_kernel(
             q, q_scales, order, routes, w, scales, refs, out, limit, expert, first, count, tile,
             K, N, TOP, UP, BN, LEAST, RING, WARPS, WGMMA,
         )  # fmt: skip
-
-
-@gluon.jit
-def _item(table, item, blocks, TILES: gl.constexpr):
-    """(tile, expert, first place, pairs) of a piece of work; no pairs past the last."""
-    block = gl.minimum(item // TILES, blocks - 1)
-    count = gl.load(table + block * 3 + 2)
-    count = gl.where(item // TILES < blocks, count, 0)
-    expert = gl.where(count > 0, gl.load(table + block * 3), 0)  # a block of none names no expert
-    return item % TILES, expert, gl.load(table + block * 3 + 1), count
-
-
-@gluon.jit
-def _piece(
-    q, q_scales, order, table, routes, w, scales, refs, out, limit, item, blocks,
-    tile, expert, first, count, a, ref, turns, w_at, x_at, x_live, s_at, xs_at, xs_live,
-    w_ring, x_ring, s_ring, xs_ring,
-    K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
-    M: gl.constexpr, HERE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """A tile by the `count` <= HERE pairs of one expert, whose first blocks are being copied and
-    whose very first is unpacked; `item` is what comes next, and is returned in that state."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HERE, 32])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
-    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
-    words: gl.constexpr = gl.DotOperandLayout(0, whole, 2)
-    pick = (gl.arange(0, 16, gl.SliceLayout(0, words)) // 4 + 0x4440)[None, :]
-    TURNS: gl.constexpr = K // 512
-    tile2, expert2, first2, count2 = _item(table, item, blocks, N // BN)
-    acc = gl.zeros([BN, HERE], gl.float32, mma)
-    zero = gl.zeros([BN, HERE], gl.float32, mma)
-    for turn in range(TURNS):
-        last = turn + 1 == TURNS
-        lead = (turn + 1) * 4
-        ref2 = ref
-        for s in gl.static_range(4):
-            part = warpgroup_mma(
-                _elements(a, left, BN), x_ring[s].slice(0, HERE, 0).permute((1, 0)), zero,
-                use_acc=False, is_async=True,
-            )  # fmt: skip
-            async_copy.wait_group(1)  # the next block is there, for all warps
-            _barrier()
-            if s == 0:
-                _fetch(
-                    turn * 4 + 3, 0, w_ring[3], x_ring[3], s_ring, xs_ring, w_at, x_at, x_live,
-                    s_at, xs_at, xs_live, False,
-                )  # fmt: skip
-                if last:
-                    w_at, x_at, x_live, s_at, xs_at, xs_live, ref2 = _places(
-                        q, q_scales, order, w, scales, refs, expert2, first2, count2, tile2,
-                        K, N, TOP, UP, BN, M, WARPS, words,
-                    )  # fmt: skip
-                    lead = 0
-            elif not last or count2 > 0:
-                _fetch(
-                    lead + s - 1, (turns + 1) % 2, w_ring[s - 1], x_ring[s - 1], s_ring, xs_ring,
-                    w_at, x_at, x_live, s_at, xs_at, xs_live, s == 1,
-                )  # fmt: skip
-            async_copy.commit_group()
-            # past the last piece this unpacks what nobody multiplies
-            four = s_ring.index((turns + s // 3) % 2).slice((s + 1) % 4, 1, 1).load(words)
-            if s == 3:
-                ref = ref2
-            a = _unpacked(w_ring[(s + 1) % 4].load(words), four, ref, pick, BN)
-            _pin(a)
-            scale = xs_ring.index(turns % 2).slice(s, 1, 1).slice(0, HERE, 0)
-            scale = scale.permute((1, 0)).load(mma)
-            part = warpgroup_mma_wait(0, deps=[part])
-            acc += part * scale
-        turns += 1
-    _finish(
-        acc, order, routes, refs, out, limit, expert, first, count, tile, N, UP, BN, HERE, WARPS
-    )  # fmt: skip
-    return tile2, expert2, first2, count2, a, ref, turns, w_at, x_at, x_live, s_at, xs_at, xs_live
-
-
-@gluon.jit(do_not_specialize=["blocks"])
-def persistent_kernel(
-    q, q_scales, order, table, routes, w, scales, refs, out, limit, blocks,
-    K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
-    M: gl.constexpr, LEAST: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """As `pipelined_kernel` with a ring of four: a program takes one tile by block of pairs after
-    the other, and the copies of the next start before the sums of this are written."""
-    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
-    words: gl.constexpr = gl.DotOperandLayout(0, whole, 2)
-    w_ring, x_ring = _ring(BN, M)
-    s_ring, xs_ring = _scale_rings(2, BN, M)
-    item = gl.program_id(0)
-    tile, expert, first, count = _item(table, item, blocks, N // BN)
-    w_at, x_at, x_live, s_at, xs_at, xs_live, ref = _places(
-        q, q_scales, order, w, scales, refs, expert, first, count, tile,
-        K, N, TOP, UP, BN, M, WARPS, words,
-    )  # fmt: skip
-    if count > 0:
-        for s in gl.static_range(3):
-            _fetch(
-                s, 0, w_ring[s], x_ring[s], s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at,
-                xs_live, s == 0,
-            )  # fmt: skip
-            async_copy.commit_group()
-        async_copy.wait_group(2)
-        _barrier()
-        pick = (gl.arange(0, 16, gl.SliceLayout(0, words)) // 4 + 0x4440)[None, :]
-        four = s_ring.index(0).slice(0, 1, 1).load(words)
-        a = _unpacked(w_ring[0].load(words), four, ref, pick, BN)
-        turns = 0
-        while count > 0:
-            item += gl.num_programs(0)
-            if count > LEAST:
-                (
-                    tile, expert, first, count, a, ref, turns, w_at, x_at, x_live, s_at, xs_at,
-                    xs_live,
-                ) = _piece(
-                    q, q_scales, order, table, routes, w, scales, refs, out, limit, item, blocks,
-                    tile, expert, first, count, a, ref, turns, w_at, x_at, x_live, s_at, xs_at,
-                    xs_live, w_ring, x_ring, s_ring, xs_ring, K, N, TOP, UP, BN, M, M, WARPS,
-                )  # fmt: skip
-            else:
-                (
-                    tile, expert, first, count, a, ref, turns, w_at, x_at, x_live, s_at, xs_at,
-                    xs_live,
-                ) = _piece(
-                    q, q_scales, order, table, routes, w, scales, refs, out, limit, item, blocks,
-                    tile, expert, first, count, a, ref, turns, w_at, x_at, x_live, s_at, xs_at,
-                    xs_live, w_ring, x_ring, s_ring, xs_ring, K, N, TOP, UP, BN, M, LEAST, WARPS,
-                )  # fmt: skip
-        async_copy.wait_group(0)
