@@ -19,10 +19,10 @@ from metainfer.bench.offline import drawn_prompts
 from metainfer.core.errors import InternalError, RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
-from metainfer.core.plan import Limits
+from metainfer.core.plan import Limits, StepGraph
 from metainfer.core.records import Record
 from metainfer.core.request import Request, SamplingParams
-from metainfer.core.step import StepPlan
+from metainfer.core.step import Segment, StepPlan
 from metainfer.engine.engine import Engine
 from metainfer.engine.machine import Machine, open_machine
 from metainfer.planner import needs
@@ -149,7 +149,8 @@ class _Turns:
 def _peaks(
     engine: Engine, device: torch.device, vocab: int, options: CapacityOptions, log: Log
 ) -> list[Peak]:
-    """One for each kind of step; the highest where several are alike."""
+    """One for each kind of step; the highest where several are alike. What a captured step takes
+    is the graphs' and says nothing about chunks: it counts where nothing else ran."""
     from metainfer.executor.peaks import peaks
 
     resolved = engine.resolved
@@ -159,13 +160,26 @@ def _peaks(
     measured = peaks(device, turns.run(options, log))
     engine.on_step = None
     found: dict[tuple[int, int], int] = {}
+    replayed: dict[tuple[int, int], int] = {}
+    graphs = resolved.plan.graphs
     for plan, most in zip(turns.plans, measured, strict=True):
         segments = plan.segments if plan is not None else ()
+        kept = replayed if all(_captured(segment, graphs) for segment in segments) else found
         runs = [run for segment in segments for rank in segment.ranks for run in rank.runs]
         if runs:
             kind = (sum(len(run.tokens) for run in runs), max(run.end for run in runs))
-            found[kind] = max(found.get(kind, 0), most)
-    return [Peak(rows, context, most) for (rows, context), most in sorted(found.items())]
+            kept[kind] = max(kept.get(kind, 0), most)
+    told = sorted((found or replayed).items())
+    return [Peak(rows, context, most) for (rows, context), most in told]
+
+
+def _captured(segment: Segment, graphs: Sequence[StepGraph]) -> bool:
+    runs = sum(len(rank.runs) for rank in segment.ranks)
+    tokens = sum(len(run.tokens) for rank in segment.ranks for run in rank.runs)
+    return any(
+        graph.phase == segment.phase.value and tokens <= graph.tokens and runs <= graph.runs
+        for graph in graphs
+    )
 
 
 def _submit(engine: Engine, name: str, prompt: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from metainfer.bench.capacity import CapacityOptions, run
+from metainfer.bench.capacity import CapacityOptions, _captured, run
 from metainfer.cli.tune import capacity_text
 from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
+from metainfer.core.plan import StepGraph
+from metainfer.core.step import Phase, RankTokens, Segment, TokenRun
 from metainfer.engine.engine import Engine
 from metainfer.engine.machine import open_machine
 from metainfer.executor.peaks import peaks
 from metainfer.kernels.evidence import Qualification
+from metainfer.planner.needs import needs_from
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved
 
@@ -88,6 +92,29 @@ def test_needs_are_measured_kept_and_used(tmp_path: Path, monkeypatch: pytest.Mo
     assert origins == [Origin.SEED, Origin.RECORD]
     text = capacity_text(found)
     assert "contexts up to 127 of 127" in text and "weights" in text
+
+
+def test_captured_steps_do_not_bound_chunks() -> None:
+    """Recorded on an H200: replays take 512 bytes each, and a fit through them asked for 97 GB."""
+    record = Path(__file__).parents[2] / "benchmarks/records/2026-11-30-h200-capacity-v4.json"
+    payload = json.loads(record.read_text())["by_seeds"]["needs"]
+    every = needs_from(payload)
+    chunks = replace(every, peaks=tuple(p for p in every.peaks if p.bytes > 512))
+    most = max(peak.bytes for peak in every.peaks)
+    assert every.transient_bytes(4096, 131_071) > 90 * most
+    assert most <= chunks.transient_bytes(4096, 131_071) < 1.01 * most
+
+
+@pytest.mark.parametrize(
+    ("phase", "runs", "expected"),
+    [(Phase.DECODE, 8, True), (Phase.DECODE, 9, False), (Phase.CHUNK, 1, False)],
+)
+def test_a_step_in_a_bucket_is_the_graphs(phase: Phase, runs: int, expected: bool) -> None:
+    ranks = (RankTokens(tuple(TokenRun(slot, 3, (5,)) for slot in range(runs))),)
+    assert (
+        _captured(Segment(phase, "single", ranks), [StepGraph(phase="decode", tokens=8, runs=8)])
+        is expected
+    )
 
 
 def test_several_ranks_are_refused_before_anything_is_loaded(
