@@ -46,7 +46,8 @@ def _score(suffix: str, tile: Tile, heads: int = 64, spill: int = 0, why: str = 
         **({} if alone else {"last": "i32", "block": "i32"}),
         "ratio": "i32", "top_k": "i32", "scale": "fp32", "g_stride": "i32", "table_stride": "i32",
         "room": "i32", "bytes": "i32", "H": heads, "HB": heads, "D": 128, "N": tile.n,
-        "PAGE": 64, "LAYOUT": bits, "GROUP": group, "NEAR": GROUP, "EXACT": False,
+        "PAGE": 64, "LAYOUT": bits, "GROUP": group, "NEAR": GROUP, "LEVELS": 2,
+        "EXACT": False,
         **({} if alone else {"WIDE": tile.channels(128, group)}),
     }  # fmt: skip
     kind = "score-one" if alone else "score"

@@ -110,10 +110,10 @@ def _ordered(x):
 @triton.jit
 def _keep(
     hit, weight, factor, tile, count, scores, largest, greatest, line, room,
-    H: tl.constexpr, NEAR: tl.constexpr,
+    H: tl.constexpr, NEAR: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Scores of tile's N entries from hit [N, heads], the largest of every NEAR of them, of every
-    NEAR of those; of entries from `count` on, the least number."""
+    """Scores of tile's N entries from hit [N, heads], with LEVELS the largest of every NEAR of
+    them, of every NEAR of those; of entries from `count` on, the least number."""
     N: tl.constexpr = hit.shape[0]
     w = tile * N + tl.arange(0, N)
     if hit.shape[1] > H:
@@ -122,13 +122,15 @@ def _keep(
     value = _ordered(tl.sum(hit * weight[None, :], axis=1) * factor)
     value = tl.where(w < count, value, _LEAST)
     tl.store(scores + line * room * 512 + w, value)
-    best = tl.max(tl.reshape(value, [N // NEAR, NEAR]), axis=1)
-    group = tile * (N // NEAR) + tl.arange(0, N // NEAR)
-    tl.store(largest + line * room * (512 // NEAR) + group, best)
-    WIDE: tl.constexpr = NEAR * NEAR
-    best = tl.max(tl.reshape(best, [N // WIDE, NEAR]), axis=1)
-    group = tile * (N // WIDE) + tl.arange(0, N // WIDE)
-    tl.store(greatest + line * room * (512 // WIDE) + group, best)
+    if LEVELS >= 1:
+        best = tl.max(tl.reshape(value, [N // NEAR, NEAR]), axis=1)
+        group = tile * (N // NEAR) + tl.arange(0, N // NEAR)
+        tl.store(largest + line * room * (512 // NEAR) + group, best)
+    if LEVELS >= 2:
+        WIDE: tl.constexpr = NEAR * NEAR
+        best = tl.max(tl.reshape(best, [N // WIDE, NEAR]), axis=1)
+        group = tile * (N // WIDE) + tl.arange(0, N // WIDE)
+        tl.store(greatest + line * room * (512 // WIDE) + group, best)
 
 
 @triton.jit(do_not_specialize=[
@@ -139,8 +141,8 @@ def score_kernel(
     q, g, data, page_table, positions, query_start, scores, largest, greatest, sequences, first,
     last, block, ratio, top_k, scale, g_stride, table_stride, room, bytes,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
-    LAYOUT: tl.constexpr, GROUP: tl.constexpr, NEAR: tl.constexpr, EXACT: tl.constexpr,
-    WIDE: tl.constexpr,
+    LAYOUT: tl.constexpr, GROUP: tl.constexpr, NEAR: tl.constexpr, LEVELS: tl.constexpr,
+    EXACT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows `first` .. `last` - 1 in blocks of `block`; program (block, part) takes every so-manieth
     tile of N entries, kept while the block's queries pass. `scores` [rows, 512 room], `largest`
@@ -185,7 +187,7 @@ def score_kernel(
                             hit = _product(rest, query, hit, EXACT)
                         _keep(
                             hit, weight, factor, tile, (begin + t - row + 1) // ratio, scores,
-                            largest, greatest, tl.cast(t - first, tl.int64), room, H, NEAR,
+                            largest, greatest, tl.cast(t - first, tl.int64), room, H, NEAR, LEVELS,
                         )  # fmt: skip
             row = stop
             s += 1
@@ -198,7 +200,8 @@ def score_one_kernel(
     q, g, data, page_table, positions, query_start, scores, largest, greatest, sequences, first,
     ratio, top_k, scale, g_stride, table_stride, room, bytes,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
-    LAYOUT: tl.constexpr, GROUP: tl.constexpr, NEAR: tl.constexpr, EXACT: tl.constexpr,
+    LAYOUT: tl.constexpr, GROUP: tl.constexpr, NEAR: tl.constexpr, LEVELS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """As `score_kernel` for one row a program: its query is kept while tiles of keys pass."""
     t = first + tl.program_id(0)
@@ -222,5 +225,5 @@ def score_one_kernel(
             hit = _product(keys, query, tl.zeros([N, HB], tl.float32), EXACT)
             _keep(
                 hit, weight, factor, tile, most, scores, largest, greatest,
-                tl.program_id(0).to(tl.int64), room, H, NEAR,
+                tl.program_id(0).to(tl.int64), room, H, NEAR, LEVELS,
             )  # fmt: skip

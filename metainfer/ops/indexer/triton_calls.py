@@ -45,6 +45,11 @@ def _card(device: torch.device) -> tuple[int, int]:
     return facts.multi_processor_count, facts.shared_memory_per_multiprocessor
 
 
+def _levels(capacity: int, lanes: int) -> int:
+    """How often groups are chosen, at most, before the entries of rows that may see `capacity`."""
+    return int(capacity > lanes) + int(capacity // GROUP > lanes)
+
+
 def index_query(
     q: Tensor, positions: Tensor, cos_sin: Tensor, form: EntryForm, *, heads_each: int = 0
 ) -> Tensor:
@@ -110,7 +115,7 @@ def index_select(
     common = (
         ratio, top_k, scale, g.stride(0), page_table.stride(0), room, pages.data.stride(0), heads,
         padded_heads(heads), d, tile.n, pages.entries, bits, form.group, GROUP,
-        q.dtype == torch.float32,
+        _levels(capacity, lanes), q.dtype == torch.float32,
     )  # fmt: skip
     for first in range(0, rows, many):
         last = min(first + many, rows)
