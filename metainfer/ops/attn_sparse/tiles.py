@@ -60,7 +60,7 @@ WGMMA = Tile(heads=64, n=64, warps=8, stages=2)
 WGMMA_SCALED = Tile(heads=64, n=32, warps=8, stages=3)
 SMALL = Tile(heads=32, n=32, warps=8, stages=5)  # shared memory of 101,376 B, all of it
 SMALL_SCALED = Tile(heads=16, n=16, warps=8, stages=5)
-FEW = Tile(heads=16, n=32, warps=4, stages=2)
+FEW = Tile(heads=16, n=64, warps=4, stages=2)
 """Where a call has so few queries that time is latency; and for scaled keys."""
 FEW_SCALED = Tile(heads=16, n=32, warps=4, stages=3)
 FEW_ROWS = 4
