@@ -423,7 +423,7 @@ def _attention(
     wide: AttnTile | HopperTile = HOPPER if form.scale == "none" else WGMMA_SCALED
     tiles: list[AttnTile | HopperTile] = []
     if sweep and rows <= 32:
-        tiles = [few, wide, *([AttnTile(16, 64, 4, 2)] if form.scale == "none" else [])]
+        tiles = [few, wide]
     elif sweep and form.scale == "none":
         tiles = [HopperTile(resident=False)]
     element = 1024 if form.scale == "none" else 584
