@@ -41,6 +41,9 @@ def consumer_class() -> None:
     from metainfer.platform.cuda import CudaPlatform
     from metainfer.platform.machine_catalog import find_machine
 
+    import triton
+
+    triton.runtime.driver.active.get_current_target()  # keeps the card's own for ptxas
     found, probed = torch.cuda.get_device_properties, CudaPlatform.facts
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY  # type: ignore[assignment]
     torch.cuda.get_device_properties = (  # type: ignore[assignment]
