@@ -25,10 +25,10 @@ class Tile:
         """Upper estimate: the query, the weights' way between warps, keys and where they are.
 
         Two stages copy a tile ahead: one finds its places, one its keys. Where the product is
-        asynchronous (9.x) plain keys take a buffer for every stage. Scaled ones come as bytes and a
-        tail, and decoded ones pass through more memory. The audit checks it.
+        asynchronous (9.x, 64 heads) plain keys take a buffer for every stage. Scaled ones come as
+        bytes and a tail, and decoded ones pass through more memory. The audit checks it.
         """
-        hopper = capability is not None and capability[0] == 9
+        hopper = capability is not None and capability[0] == 9 and self.heads >= 64
         ahead = max(1, (self.stages - 1) // 2)
         if scaled:
             key = 3 * ahead + (2 if hopper else 4)
