@@ -150,7 +150,7 @@ def run_queries() -> int:
         q[row, 5] *= 1 - 2.0**-20
     q[6, 2, 1], q[7, 1, 1], q[7, 2, 1] = torch.nan, torch.inf, -torch.inf
     positions = torch.arange(9)
-    still = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(9, 4)
+    still = torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(9, 1)
     for form in (index_plain(D, "float32"), index_fp8(D), index_fp4(D)):
         own = q if form.scale != "none" else q[:6]
         with poisoned():
