@@ -35,13 +35,12 @@ def consumer_class() -> None:
     os.environ["TRITON_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "consumer-class")
 
     import torch
+    import triton
 
     from metainfer.engine import machine
     from metainfer.platform.capability import instructions
     from metainfer.platform.cuda import CudaPlatform
     from metainfer.platform.machine_catalog import find_machine
-
-    import triton
 
     triton.runtime.driver.active.get_current_target()  # keeps the card's own for ptxas
     found, probed = torch.cuda.get_device_properties, CudaPlatform.facts

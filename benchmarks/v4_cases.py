@@ -374,6 +374,13 @@ def _picked(positions: Tensor, ratio: int, count: int, top: int) -> Tensor:
     return picked
 
 
+def _attention_tiles(form: EntryForm, rows: int) -> list[AttnTile | HopperTile]:
+    plain = form.scale == "none"
+    if rows <= 32:
+        return [FEW, HOPPER] if plain else [FEW_SCALED, WGMMA_SCALED]
+    return [HopperTile(resident=False)] if plain else []
+
+
 def _attention(
     form: EntryForm, queries: int, sequences: int, context: int, top: int, sweep: bool
 ) -> Iterator[Work]:
@@ -419,13 +426,8 @@ def _attention(
         return torch.stack(exact), torch.stack(stepped).to(BF16)
 
     keys = min(context, 128) + (min(top, count) if top else count)
-    few, small = (FEW, SMALL) if form.scale == "none" else (FEW_SCALED, SMALL_SCALED)
-    wide: AttnTile | HopperTile = HOPPER if form.scale == "none" else WGMMA_SCALED
-    tiles: list[AttnTile | HopperTile] = []
-    if sweep and rows <= 32:
-        tiles = [few, wide]
-    elif sweep and form.scale == "none":
-        tiles = [HopperTile(resident=False)]
+    small = SMALL if form.scale == "none" else SMALL_SCALED
+    tiles = _attention_tiles(form, rows) if sweep else []
     element = 1024 if form.scale == "none" else 584
     args = (q, local, local_table, entries, entry_table, picked, sinks, table, positions, start)
     options: dict[str, Any] = {"scale": scale, "window": 128, "ratio": ratio}

@@ -126,7 +126,7 @@ def _around(form: str, kernel: str, name: str, args: dict[str, str | int | bool]
     """What stands around the products of a form, on the cards that choose it."""
     return Variant(
         impl=f"moe_experts/{form}",
-        name=f"experts-{name}",
+        name=f"experts{form.removeprefix('triton')}-{name}",
         kernel=f"metainfer.ops.moe_experts.{kernel}",
         args=args,
         warps=SORT_WARPS,
