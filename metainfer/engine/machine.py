@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from metainfer.core.errors import UserError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Loser, Origin
 from metainfer.core.records import Record, RecordStore
-from metainfer.engine.proving import CHILD, TIME_LIMIT_S, Tried, try_apart
+from metainfer.engine.proving import CHILD, NOT_BEGUN, PASSED, TIME_LIMIT_S, Tried, try_apart
 from metainfer.kernels import tuning
 from metainfer.kernels.evidence import Qualification, evidence_for
 from metainfer.kernels.impl import Evidence, Impl, Layout, OpRequest
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import torch
 
 QUALIFICATION = "qualification"
+OPS = "metainfer.ops"
 MOST_LANES = 16
 """Child processes that prove kernels at once: each holds a context of about half a gigabyte."""
 
@@ -165,18 +166,32 @@ class Machine:
         child: str = CHILD,
     ) -> Iterator[Tried]:
         """As `prove`, in `lanes` child processes at once (`proving.try_apart`): one that dies or
-        hangs is an outcome too."""
+        hangs is an outcome too.
+
+        What did not pass beside others is tried once more alone: memory and cores are short there.
+        A child that never began says nothing about the kernel, and is no record.
+        """
         listed = {impl.id: impl for impl in impls}
-        for tried in try_apart(
-            list(listed),
-            self.platform.name,
-            dtype,
-            time_limit_s=time_limit_s,
-            lanes=lanes,
+        share = partial(
+            try_apart, platform=self.platform.name, dtype=dtype, time_limit_s=time_limit_s,
             child=child,
-        ):
-            self.keep(listed[tried.impl], dtype, tried.qualification)
+        )  # fmt: skip
+        again = []
+        for tried in share(list(listed), lanes=lanes):
+            if lanes > 1 and tried.outcome != PASSED:
+                again.append(tried.impl)
+                continue
+            self._take(listed[tried.impl], dtype, tried)
             yield tried
+        for tried in share(again):
+            self._take(listed[tried.impl], dtype, tried)
+            yield tried
+
+    def _take(self, impl: Impl, dtype: str, tried: Tried) -> None:
+        if tried.reasons == (NOT_BEGUN,):
+            self.qualified[impl.id] = tried.qualification
+        else:
+            self.keep(impl, dtype, tried.qualification)
 
     def _lanes(self, kernels: int) -> int:
         """Child processes for so many kernels. A host's kernels use its cores themselves, and one
@@ -240,15 +255,19 @@ def _key(impl: Impl, dtype: str) -> str:
 
 
 def source_digest(impl: Impl) -> str:
-    """Changes with any source of the package that an implementation lives in."""
+    """Changes with any source of the package that an implementation lives in, and of the kernel
+    code that ops share."""
     return _source_digest(impl.load.partition(":")[0].rpartition(".")[0])
 
 
 @cache
 def _source_digest(package: str) -> str:
-    """Changes with any source of the package that a kernel lives in."""
     found = hashlib.sha256()
-    for item in sorted(resources.files(package).iterdir(), key=lambda entry: entry.name):
+    own = list(resources.files(package).iterdir())
+    if package.startswith(OPS):
+        shared = resources.files(OPS).iterdir()
+        own += [item for item in shared if item.name.startswith("triton_")]
+    for item in sorted(own, key=lambda entry: entry.name):
         if item.is_file() and not item.name.endswith((".md", ".pyc")):
             found.update(item.name.encode())
             found.update(item.read_bytes())

@@ -22,6 +22,8 @@ from metainfer.workers.process import Child, spawn_python
 CHILD = "metainfer.engine.proving_child"
 START_S = 120.0
 """Until a child has imported what it needs."""
+NOT_BEGUN = "the test process does not start"
+PASSED = "passed"
 TIME_LIMIT_S = 120.0
 """For the cases of one kernel, where nobody says otherwise."""
 
@@ -37,7 +39,7 @@ class Tried:
 
     @property
     def qualification(self) -> Qualification:
-        return Qualification(self.impl, self.outcome == "passed", self.reasons)
+        return Qualification(self.impl, self.outcome == PASSED, self.reasons)
 
 
 def try_apart(
@@ -87,7 +89,7 @@ def _try_all(
     while left:
         found = _one_child(left, platform, dtype, time_limit_s, child, tell)
         if not found:  # the child did not even begin
-            tell(Tried(left[0], "crashed", ("the test process does not start",)))
+            tell(Tried(left[0], "crashed", (NOT_BEGUN,)))
         left = left[max(1, found) :]
 
 
@@ -114,7 +116,7 @@ def _one_child(
             if "begin" in body:
                 current, limit = body["begin"], time_limit_s
                 continue
-            outcome = "passed" if body["passed"] else "failed"
+            outcome = PASSED if body["passed"] else "failed"
             tell(Tried(body["impl"], outcome, tuple(body["reasons"]), body["seconds"]))
             count, current, limit = count + 1, "", START_S
         if current and lines.ended:

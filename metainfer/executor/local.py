@@ -54,8 +54,11 @@ if TYPE_CHECKING:
     from metainfer.comm.emulated_ranks import EmulatedRanks
 
 CPU_LIMIT_TOKENS = 16
-SIZES = (64, 1024)
+SIZES = (24, 64, 128, 512, 1024)
 """Tokens of chunks between a few and the most: kernels change form there, and are then compiled."""
+GREEDY = SamplingParams(temperature=0.0)
+DRAWS = (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=50, top_p=0.95))
+"""Beside the likeliest token, which every warm step asks for: what else the sampler launches."""
 MOST_OPEN = 2
 
 
@@ -134,6 +137,9 @@ class LocalExecutor:
             start, length = runs[0]
             on_bucket(f"{phase.value}, {length} tokens from {start}")
             self._warm_segment(phase, runs[: parts.slots])
+        for params in DRAWS if parts.device.type != "cpu" else ():
+            on_bucket(f"{Phase.DECODE.value}, drawn by top_p {params.top_p}")
+            self._warm_segment(Phase.DECODE, [(0, 1)], params)
         if self._tables is not None and self.nan_guard is not NanGuard.LAYERS:
             self._static = StaticSteps(parts, self._tables, self.capture)
             for graph in parts.graphs:
@@ -156,7 +162,11 @@ class LocalExecutor:
         launched = self._launch(plan)
         self._open.append(launched)
         if self._why_alone(plan):
-            launched.result()
+            try:
+                launched.result()
+            except BaseException:
+                self._open.pop()  # it failed at its launch: nobody collects it
+                raise
 
     @property
     def unread(self) -> bool:
@@ -334,10 +344,11 @@ class LocalExecutor:
         propose(parts.model_drafts, hidden, inputs, runs, results, self._slots, ops)
         return lambda: results
 
-    def _warm_segment(self, phase: Phase, runs: Sequence[tuple[int, int]]) -> None:
+    def _warm_segment(
+        self, phase: Phase, runs: Sequence[tuple[int, int]], params: SamplingParams = GREEDY
+    ) -> None:
         """One segment of (start, length) runs whose pages are all page 0, which nobody owns."""
         parts = self._parts
-        params = SamplingParams(temperature=0.0)
         slots = range(len(runs))
         count = parts.adapters
         places = [slot % count if count else NO_ADAPTER for slot in slots]

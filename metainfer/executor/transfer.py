@@ -26,7 +26,8 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 def to_host(tensor: Tensor) -> Tensor:
     """A copy of `tensor` on its way to the host: read it once the device has got there."""
-    copy = tensor.to("cpu", non_blocking=True)  # into pinned memory
+    # Into pinned memory; what is no CUDA device is waited for, as `wait_for` knows no other.
+    copy = tensor.to("cpu", non_blocking=tensor.is_cuda)
     return copy.clone() if copy is tensor else copy
 
 

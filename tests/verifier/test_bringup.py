@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 from packages import FAKE, install
 
 from metainfer.core.intent import Intent
-from metainfer.engine.machine import open_machine
+from metainfer.engine.machine import _source_digest, open_machine
+from metainfer.engine.proving import NOT_BEGUN, Tried
 from metainfer.kernels.evidence import evidence_for
 from metainfer.kernels.impl import Evidence
 from metainfer.verifier.bringup import bring_up
@@ -118,3 +119,42 @@ def test_a_first_start_shares_kernels_out_over_the_cores(acme: Path) -> None:
     many, few = replace(machine.facts, host=host), open_machine("cpu").facts
     assert [replace(machine, facts=many)._lanes(n) for n in (1, 3, 40)] == [1, 3, 16]
     assert replace(machine, facts=few)._lanes(40) == 1  # a host's kernels use all cores themselves
+
+
+def test_what_fails_beside_others_is_tried_alone(
+    acme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crowded card refuses memory; a child that never began says nothing and is no record."""
+    add_kernels(acme, *(f"kernel-{letter}" for letter in "abc"))
+    turns: list[tuple[list[str], int]] = []
+
+    def crowded(ids: Sequence[str], *, lanes: int = 1, **more: object) -> Iterator[Tried]:
+        turns.append(([key[-1] for key in ids], lanes))
+        for key in ids:
+            if key.endswith("c"):
+                yield Tried(key, "crashed", (NOT_BEGUN,))
+            else:
+                passed = lanes == 1 or key.endswith("a")
+                yield Tried(key, "passed" if passed else "failed", () if passed else ("memory",))
+
+    monkeypatch.setattr("metainfer.engine.machine.try_apart", crowded)
+    machine = open_machine("acme")
+    impls = [impl for impl in machine.registry.impls() if "/kernel-" in impl.id]
+    found = {
+        tried.impl[-1]: tried.outcome for tried in machine.prove_apart(impls, "float32", lanes=3)
+    }
+    assert turns == [(["a", "b", "c"], 3), (["b", "c"], 1)]
+    assert found == {"a": "passed", "b": "passed", "c": "crashed"}
+    assert not machine.qualified["rmsnorm/kernel-c"].passed  # not chosen by this start
+    again = open_machine("acme")
+    again.recall("float32")
+    assert {key[-1] for key in again.qualified if "/kernel-" in key} == {"a", "b"}
+
+
+def test_kernel_code_that_ops_share_is_part_of_what_was_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a change of it would leave its callers proven."""
+    whole = _source_digest.__wrapped__("metainfer.ops.linear")
+    monkeypatch.setattr("metainfer.engine.machine.OPS", "elsewhere")
+    assert _source_digest.__wrapped__("metainfer.ops.linear") != whole

@@ -152,6 +152,7 @@ def _located(
     scale_at = torch.empty_like(at) if scaled else at
     counts = torch.empty(rows, dtype=torch.int32, device=device)
     shift = (far.data.data_ptr() - local.data.data_ptr()) // local.data.element_size()
+    # Never launched early: kernels behind it read q, which is whole once this one has begun.
     places_kernel[(rows, triton.cdiv(width, 1024))](
         local_table, far_table, selected if top else local_table, positions, query_start, at,
         scale_at, counts, query_start.shape[0] - 1, window, max(ratio, 1), local_table.stride(0),
