@@ -95,7 +95,7 @@ def test_a_sample_rebuilds_with_the_installed_triton(rng: random.Random) -> None
     triton = pytest.importorskip("triton")
     chosen = rng.sample(BUILT, 4)
     stale = _stale(triton.__version__)
-    for variant, target in chosen + stale[:8]:
+    for variant, target in chosen + stale[:3]:
         _same(compile_kernel(variant, target))
 
 
