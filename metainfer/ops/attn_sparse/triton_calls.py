@@ -203,17 +203,9 @@ def attn_sparse(
     block = min(tile.heads, max(16, triton.next_power_of_2(heads)))
     blocks, rotated = triton.cdiv(heads, block), cos_sin.shape[1]
     places = _located(
-        local,
-        local_table,
-        entries,
-        entry_table,
-        selected,
-        positions,
-        query_start,
-        window,
-        ratio,
+        local, local_table, entries, entry_table, selected, positions, query_start, window, ratio,
         hopper,
-    )
+    )  # fmt: skip
     splits = splits or splits_for(rows * blocks, -(-places.width // tile.n), units)
     parts = peaks = totals = out
     if splits > 1:
