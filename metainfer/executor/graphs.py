@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -56,6 +57,13 @@ Capture = Callable[[Step], tuple[Replayed, StaticOutput]]
 """Runs a step once or more, the last time recording it; what it left is rewritten by replays."""
 
 
+@cache
+def _side_stream(device: int) -> Any:
+    """The stream on which everything is captured. Libraries keep a workspace for each stream that
+    they ever saw (cuBLAS on an H200: 32 MiB): one for all captures of the process."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class CudaCapture:
     """CUDA graphs that share one memory pool: captured largest first, each fits into it."""
 
@@ -63,14 +71,14 @@ class CudaCapture:
         self._pool: Any = None
 
     def __call__(self, step: Step) -> tuple[Replayed, StaticOutput]:
-        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side):
             out = step()
         self._pool = self._pool or graph.pool()
         return graph, out

@@ -106,9 +106,11 @@ class LocalExecutor:
         self._slots.open_grammar = make
 
     def warm(self, on_bucket: Callable[[str], None] = lambda name: None) -> None:
-        """Run every phase, a chunk that ends at the advertised context, and capture the graphs.
+        """Run every phase, capture the graphs, and run a chunk that ends at the advertised context.
 
-        After this nothing is left to compile, and the largest transients have been allocated.
+        After this nothing is left to compile, and the largest transients have been allocated: last,
+        since a capture gives back what the allocator kept, and smaller steps fit into the largest's
+        blocks.
         """
         parts = self._parts
         if isinstance(parts.ops.trace, FiniteTrace):
@@ -131,7 +133,6 @@ class LocalExecutor:
             (Phase.MIXED, [(0, short), (0, 1)]),
             (Phase.DECODE, [(0, 1)] * 2),
             (Phase.DECODE, [(parts.max_context - 1, 1)]),
-            (Phase.CHUNK, [(parts.max_context - at_limit, at_limit)]),
             *(verify if parts.drafts else ()),
         ):
             start, length = runs[0]
@@ -145,6 +146,9 @@ class LocalExecutor:
             for graph in parts.graphs:
                 on_bucket(f"{graph.phase} graph of {graph.tokens}")
                 self._static.capture(graph)
+        start = parts.max_context - at_limit
+        on_bucket(f"{Phase.CHUNK.value}, {at_limit} tokens from {start}")
+        self._warm_segment(Phase.CHUNK, [(start, at_limit)])
 
     def submit(self, plan: StepPlan) -> None:
         """Launch one plan. At most two are open.
