@@ -60,6 +60,17 @@ def roofline(
     return seconds
 
 
+def in_turn(*steps: Callable[[Context], float | None]) -> Callable[[Context], float | None]:
+    """The cost of steps of which each waits for the one before, as a matrix that is decoded and
+    then multiplied: `roofline` of both together would hide the smaller one. None where one is."""
+
+    def seconds(context: Context) -> float | None:
+        each = [step(context) for step in steps]
+        return None if None in each else sum(s for s in each if s is not None)
+
+    return seconds
+
+
 WIDE_SHARE = 1 / 12
 """Rate of float32 beside the slowest known matrix type, where a card's own is not (seed)."""
 

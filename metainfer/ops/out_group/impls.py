@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 from metainfer.core.verdict import Verdict
 from metainfer.kernels.conditions import custom, multiple_of, shared_memory, weight_schemes
-from metainfer.kernels.cost import extent, roofline, width
+from metainfer.kernels.cost import extent, in_turn, roofline, width
 from metainfer.kernels.impl import Context, Setting
 from metainfer.ops.declare import (
     DENSE,
@@ -55,15 +55,17 @@ def _own(c: Context) -> float:
 
 _library = roofline(_traffic(_own), _operations, part=0.5, compute_part=0.45)
 _streamed = roofline(_traffic(_stored), _operations, part=0.5, compute_part=0.5)
-_decoding = roofline(lambda c: _elements(c) * (_stored(c) + width(c)), part=0.7)
+_decoded = in_turn(roofline(lambda c: _elements(c) * (_stored(c) + width(c)), part=0.7), _library)
+_widened = in_turn(
+    # seed: 16 more bytes of an element move; an H200 took 256 us for 33.5 M of them
+    roofline(lambda c: _elements(c) * (_stored(c) + 16), launches=24, part=0.6),
+    _library,
+)
 
 
 def _cost(c: Context) -> float | None:
     """Few tokens stream the weight; for many it is decoded first."""
-    if extent(c, "rows") <= FEW_ROWS:
-        return _streamed(c)
-    decoding, product = _decoding(c), _library(c)
-    return None if decoding is None or product is None else decoding + product
+    return (_streamed if extent(c, "rows") <= FEW_ROWS else _decoded)(c)
 
 
 def _fits(c: Context) -> Verdict:
@@ -132,14 +134,7 @@ IMPLS = (
         name="recipe",
         conditions=RECIPE,
         requires_layout=STORED,
-        # widened on the way (seed: 16 more bytes of an element move)
-        cost=roofline(
-            _traffic(lambda c: _stored(c) + 16),
-            _operations,
-            launches=24,
-            part=0.6,
-            compute_part=0.5,
-        ),
+        cost=_widened,
     ),
     reference(
         "out_group",
