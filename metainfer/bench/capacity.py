@@ -25,7 +25,7 @@ from metainfer.core.request import Request, SamplingParams
 from metainfer.core.step import Segment, StepPlan
 from metainfer.engine.engine import Engine
 from metainfer.engine.machine import Machine, open_machine
-from metainfer.planner import needs
+from metainfer.planner import graphs, needs
 from metainfer.planner.needs import Needs, Peak
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved
@@ -54,9 +54,12 @@ def run(
     log: Log,
     machine: Machine | None = None,
 ) -> dict[str, object]:
-    """Measure, keep: ``{"needs", "key", "kept", "promised", "reached", "items", "conditions"}``.
+    """Measure, keep: ``{"needs", "key", "kept", "promised", "reached", "items", "device",
+    "conditions"}``.
 
     `promised`: tokens of the longest context that a step may meet, `reached`: that one did meet.
+    `items`: planned and measured bytes of each kind. `device`: bytes of a card, in use at the end
+    of all steps, planned for, and the difference as a share of it; None where it does not tell.
     `machine`: instead of this one.
 
     Raises:
@@ -71,7 +74,8 @@ def run(
         resolved = engine.resolved
         if resolved is None:
             raise InternalError("the engine has not started")
-        plan = resolved.plan
+        plan, here = resolved.plan, resolved.chosen.held
+        assert here is not None  # it runs
         device = machine.torch_device()
         before = _DeviceMemory.read(device)
         found = _peaks(engine, device, info.vocab_size, options, log)
@@ -84,6 +88,8 @@ def run(
         ops=needs.ops_of(resolved.selection.bundle),
         outside_bytes=after.outside,
         slack_bytes=after.slack(before, max(peak.bytes for peak in found)),
+        standing_bytes=before.beside(held),
+        captured=graphs.key(here.wanted, plan.limits.max_context),
         origin=f"tune capacity, {told['time']}, {len(found)} steps up to {reached:,} tokens",
     )
     key = needs.needs_key(resolved.arch, plan.model.dtype, plan.bundle, plan.threads)
@@ -97,7 +103,8 @@ def run(
         "kept": options.keep,
         "promised": promised,
         "reached": reached,
-        "items": _items(resolved, held, wanted, before, kept.reserve_bytes),
+        "items": _items(resolved, held, wanted, kept),
+        "device": _on_device(resolved, after),
         "conditions": told,
     }
 
@@ -195,6 +202,7 @@ class _DeviceMemory:
     allocated: int | None = None
     reserved: int | None = None
     outside: int | None = None
+    whole: int | None = None
 
     @staticmethod
     def read(device: torch.device) -> _DeviceMemory:
@@ -205,7 +213,12 @@ class _DeviceMemory:
         torch.cuda.synchronize()
         free, whole = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
-        return _DeviceMemory(torch.cuda.memory_allocated(), reserved, whole - free - reserved)
+        outside = whole - free - reserved
+        return _DeviceMemory(torch.cuda.memory_allocated(), reserved, outside, whole)
+
+    def beside(self, held: dict[str, int]) -> int | None:
+        """What is in use and neither weights nor cache."""
+        return None if self.allocated is None else max(0, self.allocated - sum(held.values()))
 
     def slack(self, before: _DeviceMemory, highest: int) -> int | None:
         """What the allocator keeps beyond what was in use at the highest peak over `before`."""
@@ -215,22 +228,18 @@ class _DeviceMemory:
 
 
 def _items(
-    resolved: Resolved,
-    held: dict[str, int],
-    transient: int,
-    before: _DeviceMemory,
-    reserve: int | None,
+    resolved: Resolved, held: dict[str, int], transient: int, kept: Needs
 ) -> list[dict[str, object]]:
-    """Planned against measured bytes of each kind in the ledger, and what neither explains."""
+    """Planned against measured bytes of each kind in the ledger."""
     planned: dict[str, int] = {}
     for row in resolved.plan.ledger:
         if row.memory == "device":
             planned[row.kind] = planned.get(row.kind, 0) + row.bytes
     measured: dict[str, int] = {**held, "transient": transient}
-    if before.allocated is not None:
-        measured["graphs"] = before.allocated - sum(held.values())
-    if reserve is not None:
-        measured["reserve"] = reserve
+    if kept.standing_bytes is not None:
+        measured["graphs"] = kept.standing_bytes
+    if kept.reserve_bytes is not None:
+        measured["reserve"] = kept.reserve_bytes
     return [
         {
             "item": kind,
@@ -241,6 +250,16 @@ def _items(
         for kind in dict.fromkeys((*measured, *planned))
         if kind != "free"
     ]
+
+
+def _on_device(resolved: Resolved, after: _DeviceMemory) -> dict[str, object]:
+    """What is in use of a card after all steps, beside what the ledger gives away of it."""
+    rows = [row for row in resolved.plan.ledger if row.memory == "device" and row.kind != "free"]
+    planned, used = sum(row.bytes for row in rows), None
+    if after.reserved is not None and after.outside is not None:
+        used = after.reserved + after.outside
+    off = None if used is None or not after.whole else (used - planned) / after.whole
+    return {"bytes": after.whole, "used": used, "planned": planned, "unexplained": off}
 
 
 def _difference(planned: int, measured: int | None) -> float | None:

@@ -106,6 +106,11 @@ def capacity_text(document: dict[str, Any]) -> str:
             f"{row['item']:<14} {row['planned_bytes'] / 2**20:>8,.1f} MiB {told:>12}"
             + (f"  {off:+.1%}" if off is not None else "")
         )
+    device = document["device"]
+    if device["unexplained"] is not None:
+        used, planned = (device[key] / 2**20 for key in ("used", "planned"))
+        share = f"{device['unexplained']:+.1%} of the card"
+        lines.append(f"{'in use':<14} {planned:>8,.1f} MiB {used:>8,.1f} MiB  {share}")
     reached, promised = document["reached"], document["promised"]
     rest = "" if reached >= promised else "; what is beyond is bounded by a fit"
     lines.append(f"contexts up to {reached:,} of {promised:,} tokens ran{rest}")

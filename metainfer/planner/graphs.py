@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from metainfer.core.digest import digest
 from metainfer.core.ledger import Loser
 from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, StepGraph
 from metainfer.core.step import Phase
@@ -31,6 +32,7 @@ GRAPH_BYTES = 16 << 20
 """What the driver keeps of one captured step beside its tensors (seed)."""
 
 ITEM, FREE = "captured steps (seed)", "left over"
+STANDING = "captured steps and library workspaces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,11 @@ def choose(
     if not any(shape.phase == Phase.DECODE.value for shape in graphs):
         return GraphChoice(graphs, "decode runs op by op: it pays every launch", losers)
     return GraphChoice(graphs, "seed, up to concurrency", losers)
+
+
+def key(shapes: Sequence[StepGraph], context: int) -> str:
+    """What the bytes that captured steps hold depend on, beside the model; as a digest."""
+    return digest({"shapes": list(shapes), "context": context})
 
 
 def graph_row(

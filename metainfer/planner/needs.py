@@ -40,14 +40,18 @@ class Needs:
 
     `outside_bytes`: what the device holds outside the allocator (context, libraries, other
     processes' share is none of it); `slack_bytes`: what the allocator kept beyond what was in use
-    at the peak; both None where the device does not tell. `ops`: digest of the kernels that ran.
-    `origin`: how it was taken, for people.
+    at the peak. `standing_bytes`: what is in use between steps beside weights and cache: results
+    and tables of captured steps, libraries' workspaces; of the steps `captured` (a `graphs.key`).
+    None where the device does not tell. `ops`: digest of the kernels that ran. `origin`: how it was
+    taken, for people.
     """
 
     peaks: tuple[Peak, ...]
     ops: str
     outside_bytes: int | None = None
     slack_bytes: int | None = None
+    standing_bytes: int | None = None
+    captured: str = ""
     origin: str = ""
 
     def transient_bytes(self, rows: int, context: int) -> int:
@@ -63,6 +67,10 @@ class Needs:
     def reaches(self, rows: int, context: int) -> bool:
         """Whether a peak of at least so many rows and tokens was measured."""
         return any(peak.rows >= rows and peak.context >= context for peak in self.peaks)
+
+    def standing(self, captured: str) -> int | None:
+        """What is in use between steps where those were captured; None where it is unknown."""
+        return self.standing_bytes if self.captured == captured else None
 
     @property
     def reserve_bytes(self) -> int | None:
@@ -91,6 +99,8 @@ class Needs:
             "ops": self.ops,
             "outside_bytes": self.outside_bytes,
             "slack_bytes": self.slack_bytes,
+            "standing_bytes": self.standing_bytes,
+            "captured": self.captured,
             "origin": self.origin,
         }
 
@@ -111,6 +121,8 @@ def needs_from(payload: Any) -> Needs:
             ops=str(payload["ops"]),
             outside_bytes=_optional(payload["outside_bytes"]),
             slack_bytes=_optional(payload["slack_bytes"]),
+            standing_bytes=_optional(payload.get("standing_bytes")),
+            captured=str(payload.get("captured", "")),
             origin=str(payload["origin"]),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
-from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, Limits
+from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, Limits, StepGraph
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Layout
 from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, form_groups
@@ -54,7 +54,8 @@ class Held:
     """One card's memory under one layout and packing. `cache` is that of its KV domain; `beside`:
     rows that are neither weights nor cache. `budget_bytes`: what the cache could take.
     `prompt_specs`: the caches as a rank computes them for prompts, of all heads where it has them.
-    `measured`: what steps were seen to need here, where that was used.
+    `wanted`: the steps whose capture it has room for. `measured`: what steps were seen to need
+    here, where that was used.
     """
 
     layout: LayoutPlan
@@ -65,6 +66,7 @@ class Held:
     cache: CacheBudget
     beside: tuple[LedgerRow, ...]
     budget_bytes: int
+    wanted: tuple[StepGraph, ...] = ()
     measured: Needs | None = None
 
     @property
@@ -140,7 +142,18 @@ class Cards:
         beside = (*beside, *self._rest(total(device) + cache.sizes.bytes(), needs))
         specs, groups = self._groups(of_decodes(layout), packings)
         prompts, _ = self._groups(of_prompts(layout), packings)
-        return Held(layout, weights, specs, prompts, groups, cache, beside, ask.budget_bytes, needs)
+        return Held(
+            layout=layout,
+            weights=weights,
+            specs=specs,
+            prompt_specs=prompts,
+            groups=groups,
+            cache=cache,
+            beside=beside,
+            budget_bytes=ask.budget_bytes,
+            wanted=self._wanted(layout, ask.running),
+            measured=needs,
+        )
 
     def most_running(self, layout: LayoutPlan, packings: Mapping[str, Layout]) -> int:
         """Sequences of a domain, at most its share, with which `hold` succeeds; 0 for none."""
@@ -166,7 +179,7 @@ class Cards:
             self._activations(layout, needs),
             *self._fetched(layout, packings),
             *self._slabs(layout),
-            *self._graphs(layout, groups, running or self.running(layout)),
+            *self._graphs(layout, groups, running or self.running(layout), needs),
         )
         held = total([row for row in (*weights, *beside) if row.memory == "device"])
         budget, most = self._budget(layout, held, needs)
@@ -267,16 +280,29 @@ class Cards:
         return [LedgerRow(item=item, kind="transient", bytes=held)]
 
     def _graphs(
-        self, layout: LayoutPlan, groups: tuple[GroupSpec, ...], running: int
+        self,
+        layout: LayoutPlan,
+        groups: tuple[GroupSpec, ...],
+        running: int,
+        needs: Needs | None,
     ) -> list[LedgerRow]:
-        """What captured steps take, if every op can be captured."""
-        kind, limits, rank = self.facts.device.kind, self.limits, self._rank(of_decodes(layout))
-        if not self.intent.graphs:
-            return []
-        shapes = graphs.wanted(kind, running, limits.step_tokens, self.draft, layout)
-        width = DTYPE_BYTES[self.dtype]
-        row = graphs.graph_row(shapes, rank, groups, limits.max_context, width)
+        """What captured steps take, if every op can be captured; where that was measured of these
+        very steps, with what libraries keep."""
+        shapes, context = self._wanted(layout, running), self.limits.max_context
+        known = None if needs is None else needs.standing(graphs.key(shapes, context))
+        if known is not None:
+            item = f"{graphs.STANDING} {MEASURED}"
+            return [LedgerRow(item=item, kind="graphs", bytes=known)]
+        rank, width = self._rank(of_decodes(layout)), DTYPE_BYTES[self.dtype]
+        row = graphs.graph_row(shapes, rank, groups, context, width)
         return [] if row is None else [row]
+
+    def _wanted(self, layout: LayoutPlan, running: int) -> tuple[StepGraph, ...]:
+        """What is captured, if every op can be."""
+        kind, step = self.facts.device.kind, self.limits.step_tokens
+        if not self.intent.graphs:
+            return ()
+        return graphs.wanted(kind, running, step, self.draft, layout)
 
     def _slabs(self, layout: LayoutPlan) -> list[LedgerRow]:
         """Peers that may write into each other meet on the cards, others in pinned memory."""
@@ -294,14 +320,18 @@ class Cards:
         if self.facts.device.kind == CPU or memory is None:
             return []
         left = memory - held
-        usable = self._usable(memory, needs)
-        reserve = min(memory - usable, left)  # an asked cache may reach into it
-        known = needs is not None and needs.reserve_bytes is not None
-        how = MEASURED if known and self.intent.memory_share is None else "(seed)"
-        return [
-            LedgerRow(item=f"allocator and context {how}", kind="reserve", bytes=reserve),
-            LedgerRow(item="left over", kind="free", bytes=left - reserve),
-        ]
+        kept = min(memory - self._usable(memory, needs), left)  # an asked cache may reach into it
+        known = None if needs is None or self.intent.memory_share is not None else needs
+        if known is None or known.reserve_bytes is None:
+            rows = [LedgerRow(item="allocator and context (seed)", kind="reserve", bytes=kept)]
+        else:
+            held_back = min(known.reserve_bytes, kept)
+            item = f"allocator and context {MEASURED}"
+            rows = [
+                LedgerRow(item=item, kind="reserve", bytes=held_back),
+                LedgerRow(item="margin (seed)", kind="free", bytes=kept - held_back),
+            ]
+        return [*rows, LedgerRow(item=graphs.FREE, kind="free", bytes=left - kept)]
 
     def _budget(self, layout: LayoutPlan, held: int, needs: Needs | None) -> tuple[int, int | None]:
         """Device bytes that the cache takes, and the most it could be asked for."""
@@ -333,7 +363,7 @@ class Cards:
 
     def _usable(self, memory: int, needs: Needs | None) -> int:
         """Bytes that weights, cache and the rest may take together: all but what the device and the
-        allocator were measured to keep and as much again as `MARGIN_PART`, else a seed."""
+        allocator were measured to keep, and `MARGIN_PART` beside it; else all but a seed."""
         share = self.intent.memory_share
         if share is None and needs is not None and needs.reserve_bytes is not None:
             return memory - needs.reserve_bytes - int(memory * MARGIN_PART)

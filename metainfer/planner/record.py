@@ -39,7 +39,8 @@ def record_selection(ledger: DecisionLedger, intent: Intent, selection: Selectio
 
 
 def record_needs(ledger: DecisionLedger, held: Held, selection: Selection) -> None:
-    """Where the ledger's transients and reserve come from: a record of this machine, or seeds."""
+    """Where the ledger's transients, graphs and reserve come from: a record of this machine, or
+    seeds."""
     needs, rows = held.measured, {row.kind: row for row in held.beside}
     row = rows["transient"]
     if needs is None:
@@ -50,6 +51,9 @@ def record_needs(ledger: DecisionLedger, held: Held, selection: Selection) -> No
     if needs.ops != ops_of(selection.bundle):
         why += "; other kernels are chosen since, measure again"
     ledger.record("transients", row.bytes, Origin.RECORD, why)
-    if "reserve" in rows and rows["reserve"].item.endswith(MEASURED):
-        why = f"context, libraries and allocator: {needs.origin}"
-        ledger.record("reserve", rows["reserve"].bytes, Origin.RECORD, why)
+    for key, kind, what in (
+        ("standing", "graphs", "captured steps and library workspaces"),
+        ("reserve", "reserve", "context, libraries and allocator"),
+    ):
+        if kind in rows and rows[kind].item.endswith(MEASURED):
+            ledger.record(key, rows[kind].bytes, Origin.RECORD, f"{what}: {needs.origin}")

@@ -267,9 +267,7 @@ class _Resolver:
         return census(self.arch, self.model.scheme_of)
 
     def graphs(self, cards: Cards, held: Held, selection: Selection) -> graphs.GraphChoice:
-        kind, running = self.facts.device.kind, held.cache.sizes.slots
-        shapes = graphs.wanted(kind, running, cards.limits.step_tokens, cards.draft, held.layout)
-        chosen = graphs.choose(selection, shapes, kind, cards.draft)
+        chosen = graphs.choose(selection, held.wanted, self.facts.device.kind, cards.draft)
         origin = Origin.SEED if chosen.buckets else Origin.DERIVED
         if not self.intent.graphs:
             chosen, origin = graphs.GraphChoice((), "asked for"), self.intent.origin("graphs")

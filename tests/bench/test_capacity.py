@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from metainfer.bench.capacity import CapacityOptions, _captured, run
+from metainfer.bench.capacity import CapacityOptions, _captured, _DeviceMemory, _on_device, run
 from metainfer.cli.tune import capacity_text
 from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
-from metainfer.core.plan import StepGraph
+from metainfer.core.plan import LedgerRow, StepGraph
 from metainfer.core.step import Phase, RankTokens, Segment, TokenRun
 from metainfer.engine.engine import Engine
 from metainfer.engine.machine import open_machine
@@ -91,7 +91,11 @@ def test_needs_are_measured_kept_and_used(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     assert origins == [Origin.SEED, Origin.RECORD]
     text = capacity_text(found)
-    assert "contexts up to 127 of 127" in text and "weights" in text
+    assert "contexts up to 127 of 127" in text and "weights" in text and "in use" not in text
+    told = {"used": 3 << 20, "planned": 2 << 20, "unexplained": 0.25}
+    assert "in use              2.0 MiB      3.0 MiB  +25.0% of the card" in capacity_text(
+        {**found, "device": told}
+    )
 
 
 def test_captured_steps_do_not_bound_chunks() -> None:
@@ -117,6 +121,23 @@ def test_a_step_in_a_bucket_is_the_graphs(phase: Phase, runs: int, expected: boo
     )
 
 
+def test_what_a_card_holds_beyond_the_ledger_is_a_share_of_it() -> None:
+    """What is in use between steps is the allocator's, less weights and cache; what is left of a
+    card counts as nothing's."""
+    held = {"weights": 500, "kv": 200}
+    memory = _DeviceMemory(allocated=760, reserved=900, outside=80, whole=2000)
+    assert memory.beside(held) == 60 and _DeviceMemory().beside(held) is None
+    resolved = planned()
+    rows = (
+        LedgerRow(item="w", kind="weights", bytes=930),
+        LedgerRow(item="f", kind="free", bytes=9),
+    )
+    resolved = replace(resolved, plan=replace(resolved.plan, ledger=rows))
+    told = {"bytes": 2000, "used": 980, "planned": 930, "unexplained": 0.025}
+    assert _on_device(resolved, memory) == told
+    assert _on_device(resolved, _DeviceMemory())["unexplained"] is None
+
+
 def test_several_ranks_are_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -129,14 +150,14 @@ def test_several_ranks_are_refused_before_anything_is_loaded(
     assert told.value.code == "several_ranks"
 
 
-def judge(found: Any, limit: Any, card_bytes: int | None) -> list[str]:
+def judge(found: Any, limit: Any) -> list[str]:
     """That of ``benchmarks/capacity.py``."""
     script = Path(__file__).parents[2] / "benchmarks" / "capacity.py"
     spec = importlib.util.spec_from_file_location("capacity_script", script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    told: list[str] = module.judge(found, limit, card_bytes)
+    told: list[str] = module.judge(found, limit)
     return told
 
 
@@ -147,12 +168,16 @@ def item(name: str, planned: int, measured: int | None) -> dict[str, Any]:
 
 def test_the_ledger_is_judged_by_item_and_by_the_limit() -> None:
     good = {"limit": 100, "answered": 1, "refused": "102 tokens, the limit is 100"}
-    right = {"items": [item("weights", 102, 100), item("kv", 7, None), item("graphs", 50, 50)]}
-    assert judge(right, good, 1000) == []
-    off = {"items": [item("weights", 104, 100), item("kv", 90, 100), item("graphs", 50, 71)]}
-    told = judge(off, good, 1000)
+    unknown = {"unexplained": None}
+    items = [item("weights", 102, 100), item("kv", 7, None), item("graphs", 50, 50)]
+    right = {"items": items, "device": unknown}
+    assert judge(right, good) == []
+    items = [item("weights", 104, 100), item("kv", 90, 100), item("graphs", 50, 71)]
+    off = {"items": items, "device": {"used": 1021, "planned": 1000, "unexplained": 0.021}}
+    told = judge(off, good)
     assert [line.partition(":")[0] for line in told[:3]] == ["weights", "kv", "graphs"]
-    assert told[3] == "21 B are in use without an item"
-    assert len(judge(right, {**good, "answered": 0}, None)) == 1
-    assert len(judge(right, {**good, "refused": ""}, None)) == 1
-    assert len(judge(right, {**good, "refused": "too long"}, None)) == 1
+    assert told[3] == "1,021 B are in use, items explain 1,000"
+    assert judge({**right, "device": {"unexplained": 0.02}}, good) == []
+    assert len(judge(right, {**good, "answered": 0})) == 1
+    assert len(judge(right, {**good, "refused": ""})) == 1
+    assert len(judge(right, {**good, "refused": "too long"})) == 1

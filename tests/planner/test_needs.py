@@ -12,6 +12,7 @@ from metainfer.core.errors import UserError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Decision, Origin
 from metainfer.engine.elsewhere import describe
+from metainfer.planner import graphs
 from metainfer.planner.memory import MARGIN_PART
 from metainfer.planner.needs import Needs, Peak, longest_seen, needs_from, nothing_known
 from metainfer.planner.opening import open_model
@@ -78,6 +79,13 @@ def planned(needs: Needs | None, **wishes: Any) -> Resolved:
     )
 
 
+def captured(resolved: Resolved) -> str:
+    """The steps that its standing bytes belong to."""
+    held = resolved.chosen.held
+    assert held is not None
+    return graphs.key(held.wanted, resolved.plan.limits.max_context)
+
+
 def decision(resolved: Resolved, key: str) -> Decision | None:
     return next((d for d in resolved.plan.decisions if d.key == key), None)
 
@@ -92,13 +100,16 @@ def test_b20_a_measured_need_moves_the_split_and_the_plan_names_it() -> None:
     assert told is not None and told.origin is Origin.SEED and "tune capacity" in told.why
     needs = Needs(
         peaks=(Peak(512, 8191, 20 * GB),), ops="other", outside_bytes=GB, slack_bytes=GB // 2,
-        origin="tune capacity, today",
+        standing_bytes=GB // 4, captured=captured(seed), origin="tune capacity, today",
     )  # fmt: skip
     found = planned(needs)
+    assert row(found, "graphs") == GB // 4 != row(seed, "graphs")
     assert row(found, "transient") == 20 * GB
     device = found.device_bytes or 0
-    assert row(found, "reserve") == GB + GB // 2 + int(device * MARGIN_PART)
-    for key in ("transients", "reserve"):
+    assert row(found, "reserve") == GB + GB // 2
+    margin = {each.item: each.bytes for each in found.plan.ledger}["margin (seed)"]
+    assert margin == int(device * MARGIN_PART)
+    for key in ("transients", "standing", "reserve"):
         told = decision(found, key)
         assert told is not None and told.origin is Origin.RECORD
         assert "tune capacity, today" in told.why
@@ -107,7 +118,20 @@ def test_b20_a_measured_need_moves_the_split_and_the_plan_names_it() -> None:
     assert sum(each.bytes for each in found.plan.ledger) == device
     budgets = [each.chosen.held.budget_bytes for each in (seed, found) if each.chosen.held]
     moved = row(seed, "transient") + row(seed, "reserve")
-    assert budgets[1] - budgets[0] == moved - row(found, "transient") - row(found, "reserve")
+    moved += row(seed, "graphs")
+    kept = row(found, "transient") + row(found, "graphs") + row(found, "reserve") + margin
+    assert budgets[1] - budgets[0] == moved - kept
+
+
+def test_b20_what_other_captured_steps_hold_says_nothing() -> None:
+    """Fewer sequences at once, a shorter context, none captured: other results, other tables."""
+    key = captured(planned(None))
+    needs = Needs(peaks=(Peak(512, 8191, GB),), ops="", standing_bytes=GB, captured=key)
+    assert row(planned(needs), "graphs") == GB
+    for wishes in ({"concurrency": 3}, {"context": 4096}, {"graphs": False}):
+        there, seed = planned(needs, **wishes), planned(None, **wishes)
+        assert row(there, "graphs") == row(seed, "graphs") != GB
+        assert decision(there, "standing") is None
 
 
 def test_b20_a_share_that_was_asked_for_beats_a_measured_reserve() -> None:

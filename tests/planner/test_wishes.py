@@ -88,7 +88,7 @@ FOLLOWS = {
     "phases_apart": "parallel",
 }
 """Decisions that say what follows from another, and the wish that moves that one."""
-FOUND = ("speed", "transients", "device", "machine", "evidence", "software")
+FOUND = ("speed", "transients", "standing", "reserve", "device", "machine", "evidence", "software")
 """What is read or measured; a record of this machine, or a machine file, is its override."""
 
 OVERRIDES: dict[str, tuple[Any, str]] = {
