@@ -1,22 +1,26 @@
 """A model as several rank processes, on one card and on two: agreement, memory, a death, speed.
 
     python benchmarks/ranks_gpu.py --out FOLDER [--layers 12] [--seconds 420] [--only CASE ...]
-        [--model random:deepseek-v4-flash] [--platform cuda]
+        [--model random:deepseek-v4-flash] [--platform cuda] [--real]
 
 Writes ``ranks_gpu.json`` after every section, and keeps what it has when one hangs: each is a
-process of its own with a time limit, and so are the ranks below it. Sections, in this order:
+process of its own with a time limit, and so are the ranks below it; what fails in one is written
+down, and the next runs. Sections, in this order:
 
 * ``exact``: log-probabilities of one process in float32, with every op's torch version, of a tiny
-  model without quantised activations, and of four layers of the real shapes. What ranks compute of
-  the tiny one must lie within 1e-3 nats (mean): sums in another order are all that differs. On the
-  real shapes a sum's last bit decides how an activation is rounded to FP8, and what follows from
-  that is no error of ranks: one process with chunks of another size shows how far it goes, and
-  ranks may lie 1.25 times as far;
-* a case each: two ranks under a layout with collectives of a kind, on one card (correctness: they
-  share it by time slices) or on a card each, without or with peer access. It compares, checks the
-  bytes held against the ledger, says which paths were taken, kills rank 1 in mid-step, and times
-  decode and prefill at full depth where each rank has a card;
+  model without quantised activations. What ranks compute of it must lie within 1e-3 nats (mean):
+  sums in another order are all that differs. With ``--real`` of four layers of the real shapes too:
+  there a sum's last bit decides how an activation is rounded to FP8, and what follows from that is
+  no error of ranks: one process with chunks of another size shows how far it goes, and ranks may
+  lie 1.25 times as far;
+* a case each: two ranks under a layout with collectives of a kind, on a card each without or with
+  peer access, or on one card (correctness: they share it by time slices). It compares, checks the
+  bytes held against the ledger, times decode and prefill at full depth where each rank has a card,
+  says which paths were taken, and kills rank 1 in mid-step;
 * ``single``: the same rows of one process on one card.
+
+Rows stand beside what the planner expects of them (`ranks_predicted.py`); the first case comes
+first because its kernels serve most of the others.
 
 With ``--platform cpu --model random:tiny-llama`` it runs on a host, which tests the script itself.
 Exit status 1 when something is wrong; slow is reported, not hidden.
@@ -33,7 +37,8 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +46,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from gpu_check import decode_seconds, prefill_seconds, prompt_logprobs, row, submit
+from ranks_predicted import (
+    BATCHES,
+    CHUNK,
+    CONTEXT,
+    MACHINE,
+    MODEL,
+    PROMPTS,
+    TIMED,
+    TOGETHER,
+    Case,
+    decode_row,
+    predicted,
+    prompt_row,
+)
 from v4_gpu import torch_pins
 
 from metainfer.core.intent import Intent
@@ -52,33 +71,16 @@ DEATH_BAR_S = 3.0
 EXACT_LAYERS = 4
 TINY = "random:tiny-deepseek-v4"
 Report = dict[str, Any]
+Step = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Case:
-    """Two ranks. `cards`: that are needed; on one, both are on it."""
-
-    layout: str
-    collectives: str
-    cards: int
-    environ: dict[str, str] = field(default_factory=dict)
-    seconds: float = 150.0
-
-
-NO_PEER = {"NCCL_P2P_DISABLE": "1"}
 CASES = {
+    **TIMED,
     "one card, tp2, ipc": Case("tp2", "ipc", 1),
     "one card, tp2, host": Case("tp2", "host", 1),
     "one card, ep2, host": Case("ep2", "host", 1),
     "one card, cp2/dp2ep2, host": Case("cp2/dp2ep2", "host", 1),
     "one card, cp2/dp2ep2, ipc": Case("cp2/dp2ep2", "ipc", 1),
-    "two cards, tp2, host": Case("tp2", "host", 2),
-    "two cards, ep2, host": Case("ep2", "host", 2),
-    "two cards, cp2/tp2, host": Case("cp2/tp2", "host", 2),
-    "two cards, cp2/dp2ep2, host": Case("cp2/dp2ep2", "host", 2),
-    "two cards, tp2, nccl without peers": Case("tp2", "nccl", 2, NO_PEER),
-    "two cards, tp2, ipc": Case("tp2", "ipc", 2),
-    "two cards, tp2, nccl": Case("tp2", "nccl", 2),
 }
 SECTIONS = ("exact", *CASES, "single")
 
@@ -117,14 +119,19 @@ def over_ranks(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def exact(args: argparse.Namespace) -> Report:
-    found = {}
-    for name, tiny, more in (
-        ("tiny", True, {}), ("real", False, {}), ("other chunks", False, {"chunk_tokens": 64}),
-    ):  # fmt: skip
+    real: list[tuple[str, bool, dict[str, Any]]] = [
+        ("real", False, {}),
+        ("other chunks", False, {"chunk_tokens": 64}),
+    ]
+    found: dict[str, torch.Tensor] = {}
+    report: Report = {"tokens": args.tokens}
+    for name, tiny, more in [("tiny", True, {}), *(real if args.real else [])]:
         wanted = exact_wish(args, tiny, **more)
         found[name] = prompt_logprobs(wanted, prompt_of(args, tiny))
-    torch.save(found, args.out / "exact.pt")
-    return {"tokens": args.tokens, "other_chunks": off(found["other chunks"], found["real"])}
+        torch.save(found, args.out / "exact.pt")
+    if args.real:
+        report["other_chunks"] = off(found["other chunks"], found["real"])
+    return report
 
 
 def off(found: torch.Tensor, reference: torch.Tensor) -> Report:
@@ -136,8 +143,11 @@ def compare(case: Case, args: argparse.Namespace) -> Report:
     """Log-probabilities over ranks against those of one process."""
     reference = torch.load(args.out / "exact.pt")
     report: Report = {"wrong": []}
-    real_bar = 1.25 * off(reference["other chunks"], reference["real"])["mean_nats"]
-    for name, tiny, bar in (("tiny", True, MEAN_BAR), ("real", False, max(MEAN_BAR, real_bar))):
+    bars = [("tiny", True, MEAN_BAR)]
+    if args.real:
+        chunks = off(reference["other chunks"], reference["real"])["mean_nats"]
+        bars.append(("real", False, max(MEAN_BAR, 1.25 * chunks)))
+    for name, tiny, bar in bars:
         wanted = exact_wish(args, tiny, **over_ranks(case, args))
         found = off(prompt_logprobs(wanted, prompt_of(args, tiny)), reference[name])
         report[name] = found | {"bar": bar}
@@ -154,6 +164,7 @@ def full(args: argparse.Namespace, **more: Any) -> Engine:
             context=args.context,
             concurrency=64 if args.platform == "cuda" else 8,
             prefix_cache=False,
+            chunk_tokens=CHUNK if args.platform == "cuda" else None,
             **more,
         ),
         lambda p: print(f"  {p.phase} {p.seconds:.1f} s", flush=True) if p.seconds else None,
@@ -162,15 +173,36 @@ def full(args: argparse.Namespace, **more: Any) -> Engine:
     return engine
 
 
-def rows(engine: Engine, args: argparse.Namespace) -> list[Report]:
-    found = []
-    batches = ((1, 1024), (8, 1024), (64, 1024)) if args.platform == "cuda" else ((2, 64),)
-    for batch, context in batches:
-        seconds = decode_seconds(engine, batch, context, steps=24)
-        found.append(row(f"decode, batch {batch}, context {context}", seconds, 0.0))
-    for tokens in (2048, 8192) if args.platform == "cuda" else (64,):
-        found.append(row(f"prefill, {tokens} tokens", prefill_seconds(engine, tokens, 4), 0.0))
-    return found
+def rows(engine: Engine, args: argparse.Namespace, found: list[Report], each: Step) -> None:
+    """Appended to `found` one by one; `each` is called behind every row."""
+    cuda = args.platform == "cuda"
+    measures: list[tuple[str, Callable[[], list[float]]]] = [
+        (decode_row(batch), partial(decode_seconds, engine, batch, CONTEXT, steps=24))
+        for batch in (BATCHES if cuda else ())
+    ]
+    measures += [
+        (prompt_row(tokens), partial(prefill_seconds, engine, tokens, 4))
+        for tokens in (PROMPTS if cuda else (64,))
+    ]
+    measures += [
+        (prompt_row(tokens, times), partial(together_seconds, engine, times, tokens, 4))
+        for times, tokens in (TOGETHER if cuda else ((2, 64),))
+    ]
+    for name, measure in measures:
+        found.append(row(name, measure(), 0.0))
+        each()
+
+
+def together_seconds(engine: Engine, times: int, tokens: int, repeats: int) -> list[float]:
+    """Wall seconds of `times` prompts that come at once, to the last one's first token."""
+    seconds = []
+    for _ in range(repeats):
+        submit(engine, times, tokens, 1)
+        begin = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1:]
 
 
 def resident(engine: Engine) -> Report:
@@ -224,36 +256,77 @@ def kill(engine: Engine, args: argparse.Namespace) -> Report:
 
 
 def case_section(name: str, args: argparse.Namespace) -> Report:
+    """Part by part; what one raises is written down, and the others are tried."""
     case = CASES[name]
-    report: Report = {"case": vars(case) | {}, "agreement": compare(case, args)}
-    keep(name, args, report)
+    report: Report = {"case": dict(vars(case))}
+
+    def save() -> None:
+        keep(name, args, report)
+
+    def part(key: str, step: Callable[[], Any]) -> Any:
+        try:
+            report[key] = step()
+        except Exception as error:  # noqa: BLE001 - it is the finding
+            report[key] = {"wrong": [f"{key}: {type(error).__name__}: {error}"]}
+        save()
+        return report[key]
+
+    part("agreement", lambda: compare(case, args))
     before = torch.cuda.mem_get_info(0)[0] if args.platform == "cuda" else 0
     engine = full(args, **over_ranks(case, args))
     report["start_phases"] = engine._phases
-    report["resident"] = resident(engine)
-    keep(name, args, report)
-    timed = case.cards == 2 or args.platform == "cpu"
-    report["rows"] = rows(engine, args) if timed else "time slices of one card say nothing"
-    group: Any = engine._executor._group  # type: ignore[union-attr]
-    report["paths"] = [
-        {key: found["share"] for key, found in each.items()} for each in group.call("collectives")
-    ]
-    keep(name, args, report)
-    report["killed"] = kill(engine, args)
+    part("resident", lambda: resident(engine))
+    if case.cards == 2 or args.platform == "cpu":
+        found: list[Report] = []
+        report["rows"] = found
+        part("timed", lambda: rows(engine, args, found, save))
+    part("paths", lambda: paths(engine))
+    part("killed", lambda: kill(engine, args))
     if args.platform == "cuda":
         time.sleep(1.0)
         gone = before - torch.cuda.mem_get_info(0)[0]
         report["not_given_back_bytes"] = gone
         if gone > 1 << 30:
-            report["killed"]["wrong"].append(f"{gone:,} B of the card are not back")
+            report["back"] = {"wrong": [f"{gone:,} B of the card are not back"]}
     return report
 
 
+def paths(engine: Engine) -> list[dict[str, Any]]:
+    """By rank and group: the share of calls that each path took."""
+    group: Any = engine._executor._group  # type: ignore[union-attr]
+    return [
+        {key: found["share"] for key, found in each.items()} for each in group.call("collectives")
+    ]
+
+
 def single(args: argparse.Namespace) -> Report:
-    engine = full(args)
-    found = {"rows": rows(engine, args), "resident": resident(engine)}
+    engine, found = full(args), list[Report]()
+    report: Report = {"rows": found, "resident": resident(engine)}
+    rows(engine, args, found, lambda: keep("single", args, report))
     engine.close()
-    return found
+    return report
+
+
+def add_expected(report: Report, args: argparse.Namespace) -> None:
+    """What the planner expects of each section's rows, and a table of all."""
+    lines = ["| case | row | predicted ms | measured ms | ratio |", "|---|---|---|---|---|"]
+    for name in SECTIONS:
+        case, timed = CASES.get(name), report.get(name, {}).get("rows", [])
+        expects = name == "single" or (case is not None and case.collectives != "ipc")
+        if case is not None and case.collectives == "nccl" and not case.environ:
+            expects = False  # the machine named has no peers
+        known: dict[str, float] = {}
+        if expects and timed and args.model == MODEL and args.platform == "cuda":
+            layout, by = (case.layout, case.collectives) if case else ("single", "")
+            known = predicted(layout, by, machine=MACHINE, layers=args.layers)
+        for each in timed:
+            measured, expected = each["median_s"], known.get(each["row"])
+            said, ratio = "", ""
+            if expected is not None:
+                each |= {"predicted_s": expected, "ratio": measured / expected}
+                said, ratio = f"{1e3 * expected:.2f}", f"{measured / expected:.2f}"
+            lines.append(f"| {name} | {each['row']} | {said} | {1e3 * measured:.2f} | {ratio} |")
+    report["table"] = lines
 
 
 def keep(name: str, args: argparse.Namespace, report: Report) -> None:
@@ -307,6 +380,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--tokens", type=int, default=300, help="of the compared prompt")
     parser.add_argument("--seconds", type=float, default=420)
+    parser.add_argument("--real", action="store_true", help="compare the real shapes too")
     parser.add_argument("--only", nargs="*", default=list(SECTIONS))
     parser.add_argument("--section", help="run one section in this process")
     args = parser.parse_args()
@@ -333,7 +407,9 @@ def main() -> int:
         else:
             report[name] = child(name, args, min(left, case.seconds if case else 120.0))
         print(f"{name}: {json.dumps(report[name], default=str)[:600]}", flush=True)
+        add_expected(report, args)
         (args.out / "ranks_gpu.json").write_text(json.dumps(report, indent=1, default=str))
+    print("\n".join(report["table"]))
     bad = {n: w for n in SECTIONS if (w := wrong_in(report.get(n, {})))}
     print(json.dumps(bad, indent=1) if bad else "nothing wrong")
     return 1 if bad else 0
