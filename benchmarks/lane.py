@@ -4,13 +4,18 @@ Kernels are compiled for capability 8.9 (no wgmma, no bulk copies: `mma.sync` an
 may take 101,376 bytes of shared memory a block; ptxas assembles that code for the card that is
 here. Clocks, memory rate and multiprocessors stay the card's own: this proves the code, and says
 what it takes on this card, not what a consumer card takes.
+
+As a program it is the child that proves kernels for such a process: it sees the card alike.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from dataclasses import replace
+from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 CAPABILITY = (8, 9)
@@ -30,9 +35,13 @@ class _Properties:
 
 
 def consumer_class() -> None:
-    """Call before anything is compiled or probed. Compiled kernels go to a cache of their own."""
+    """Call before anything is compiled or probed. Compiled kernels go to a cache of their own, and
+    so do records: a failure kept by an earlier run would be believed."""
     os.environ["TRITON_OVERRIDE_ARCH"] = "sm89"
-    os.environ["TRITON_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "consumer-class")
+    if "CONSUMER_CLASS" not in os.environ:  # a child has its parent's
+        os.environ["CONSUMER_CLASS"] = tempfile.mkdtemp()
+    for name in ("TRITON_CACHE_DIR", "METAINFER_CACHE"):
+        os.environ[name] = str(Path(os.environ["CONSUMER_CLASS"], name.lower()))
 
     import torch
     import triton
@@ -42,7 +51,9 @@ def consumer_class() -> None:
     from metainfer.platform.cuda import CudaPlatform
     from metainfer.platform.machine_catalog import find_machine
 
-    triton.runtime.driver.active.get_current_target()  # keeps the card's own for ptxas
+    # torch's capability is read from the properties that are replaced below; ptxas gets the card's.
+    own = torch.cuda.get_device_capability()
+    triton.runtime.driver.active.get_device_capability = lambda device=None: own
     found, probed = torch.cuda.get_device_properties, CudaPlatform.facts
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY  # type: ignore[assignment]
     torch.cuda.get_device_properties = (  # type: ignore[assignment]
@@ -70,5 +81,15 @@ def consumer_class() -> None:
         )
         return replace(real, devices=seen)
 
-    machine.MOST_LANES = 1  # a child process would see the card as it is
     CudaPlatform.facts = facts  # type: ignore[method-assign]
+    paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    apart = partialmethod(machine.Machine.prove_apart, child=Path(__file__).stem)
+    machine.Machine.prove_apart = apart  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    consumer_class()
+    from metainfer.engine.proving_child import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -37,6 +37,8 @@ from metainfer.core.intent import Intent
 from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.engine import Engine
 from metainfer.engine.machine import open_machine
+from metainfer.engine.protocol import Progress
+from metainfer.kernels.compiles import CompileWatch
 from metainfer.planner.opening import open_model
 
 BAR = 1.25
@@ -62,7 +64,8 @@ def main() -> int:
     if args.consumer_class:
         consumer_class()
     if args.cold:
-        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+        for name in ("TRITON_CACHE_DIR", "METAINFER_CACHE"):
+            os.environ[name] = tempfile.mkdtemp()
     args.out.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:
@@ -92,7 +95,7 @@ def main() -> int:
         report["peak_bytes"] = torch.cuda.max_memory_allocated()
     report["compiled_after_ready"] = engine.compiles.count
     keep()
-    print(f"kernels compiled after ready: {engine.compiles.count}")
+    print(f"kernels compiled after ready: {engine.compiles.count}", *report["compiled_late"])
     fine = report.get("agreement", {}).get("ok", True) and report["graphs"]["ok"]
     return 0 if fine and not engine.compiles.count else 1
 
@@ -142,9 +145,16 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
     prompt = torch.randint(20, vocab, (700,), generator=generator).tolist()
     base = {"model": model, "platform": args.platform, "context": 1024, "concurrency": 2}
     pins, layouts = torch_pins(model, args.platform)
-    exact = prompt_logprobs(Intent(**base, ops=pins, layouts=layouts, dtype="float32"), prompt)
-    plain = prompt_logprobs(Intent(**base, ops=pins, layouts=layouts), prompt)
-    chosen = prompt_logprobs(Intent(**base, layouts=layouts), prompt)
+
+    def side(name: str, **wish: Any) -> torch.Tensor:
+        begin = time.perf_counter()
+        found = prompt_logprobs(Intent(**base, layouts=layouts, **wish), prompt)
+        print(f"agreement, {name}: {time.perf_counter() - begin:.1f} s", flush=True)
+        return found
+
+    chosen = side("chosen")
+    plain = side("torch", ops=pins)
+    exact = side("torch, float32", ops=pins, dtype="float32")
     errors = {
         name: (float((side - exact).abs().mean()), float((side - exact).abs().max()))
         for name, side in (("chosen", chosen), ("torch", plain))
@@ -179,6 +189,18 @@ def torch_pins(model: str, platform: str) -> tuple[dict[str, str], dict[str, str
 
 def started(args: argparse.Namespace, report: dict[str, Any]) -> Engine:
     begin = time.perf_counter()
+    notes = report["start_notes"] = list[tuple[float, str, str]]()
+    late = report["compiled_late"] = list[str]()
+    compiled = list[str]()
+
+    def noted(progress: Progress) -> None:
+        notes.append((time.perf_counter() - begin, progress.phase, progress.detail))
+        if progress.seconds:
+            print(f"{progress.phase} {progress.seconds:.1f} s", flush=True)
+
+    if args.platform == "cuda":
+        import triton  # noqa: F401 - what compiles from here on is told
+    CompileWatch(compiled.append).open()
     engine = Engine(
         Intent(
             model=f"{args.model}?layers={args.layers}",
@@ -188,9 +210,11 @@ def started(args: argparse.Namespace, report: dict[str, Any]) -> Engine:
             prefix_cache=False,
             chunk_tokens=min(8192, args.context),
         ),
-        lambda p: print(f"{p.phase} {p.detail} {p.seconds or ''}") if p.seconds else None,
+        noted,
+        on_fault=lambda fault: late.append(fault.text),
     )
     info = engine.start()
+    report["compiled_at_start"] = list(compiled)
     report["start_s"] = time.perf_counter() - begin
     report["start_phases"] = info.start_phases
     assert engine.resolved is not None and engine._executor is not None

@@ -11,7 +11,7 @@ import json
 import os
 import selectors
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -51,12 +51,15 @@ def try_apart(
     lanes: int = 1,
     child: str = CHILD,
 ) -> Iterator[Tried]:
-    """How each of `ids` fared, as they end; `lanes` children share them out beforehand."""
+    """How each of `ids` fared, as they end; `lanes` children share them out beforehand, and the
+    cores: references are computed on the host, and threads of all for each core stand still."""
+    cores = len(os.sched_getaffinity(0))
+    environ = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // lanes))}
     told: SimpleQueue[Tried | BaseException | None] = SimpleQueue()
 
     def lane(share: Sequence[str]) -> None:
         try:
-            _try_all(share, platform, dtype, time_limit_s, child, told.put)
+            _try_all(share, platform, dtype, time_limit_s, child, environ, told.put)
             told.put(None)
         except BaseException as error:  # noqa: BLE001 - raised by who waits for the outcomes
             told.put(error)
@@ -82,12 +85,13 @@ def _try_all(
     dtype: str,
     time_limit_s: float,
     child: str,
+    environ: Mapping[str, str],
     tell: Callable[[Tried], None],
 ) -> None:
     """In order. A child that dies costs the kernel it was at."""
     left = list(ids)
     while left:
-        found = _one_child(left, platform, dtype, time_limit_s, child, tell)
+        found = _one_child(left, platform, dtype, time_limit_s, child, environ, tell)
         if not found:  # the child did not even begin
             tell(Tried(left[0], "crashed", (NOT_BEGUN,)))
         left = left[max(1, found) :]
@@ -99,13 +103,16 @@ def _one_child(
     dtype: str,
     time_limit_s: float,
     module: str,
+    environ: Mapping[str, str],
     tell: Callable[[Tried], None],
 ) -> int:
     """Tells of the first of `ids`, up to the one at which the child ended; how many."""
     reading, writing = os.pipe()
     arguments = [str(writing), platform, dtype, *ids]
     try:
-        child = spawn_python(module, arguments, name="proving", pass_fds=(writing,))
+        child = spawn_python(
+            module, arguments, name="proving", pass_fds=(writing,), environ=environ
+        )
     finally:
         os.close(writing)
     count, current, limit = 0, "", START_S

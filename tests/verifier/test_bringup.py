@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from metainfer.engine.proving import NOT_BEGUN, Tried
 from metainfer.kernels.evidence import evidence_for
 from metainfer.kernels.impl import Evidence
 from metainfer.verifier.bringup import bring_up
+from metainfer.workers.process import Child, spawn_python
 
 HERE = Path(__file__).parent
 
@@ -97,8 +99,19 @@ def test_a_crash_and_a_hang_are_rows_and_stay_locked(acme: Path, tmp_path: Path)
     assert {"rmsnorm/kernel-b", "rmsnorm/kernel-c"} <= locked
 
 
-def test_several_children_try_kernels_and_no_outcome_is_lost(acme: Path) -> None:
-    """The one that crashes and the one that hangs cost themselves alone, in any lane."""
+def test_several_children_try_kernels_and_no_outcome_is_lost(
+    acme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that crashes and the one that hangs cost themselves alone, in any lane; no two lanes
+    compute with the same core."""
+    threads = list[int]()
+
+    def spawned(*wanted: Any, environ: Mapping[str, str], **more: Any) -> Child:
+        threads.append(int(environ["OMP_NUM_THREADS"]))
+        return spawn_python(*wanted, environ=environ, **more)
+
+    monkeypatch.setattr("metainfer.engine.proving.spawn_python", spawned)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(14)))
     add_kernels(acme, *(f"kernel-{letter}" for letter in "abcde"))
     machine = open_machine("acme")
     impls = [impl for impl in machine.registry.impls() if "/kernel-" in impl.id]
@@ -107,6 +120,8 @@ def test_several_children_try_kernels_and_no_outcome_is_lost(acme: Path) -> None
     )  # fmt: skip
     outcomes = {tried.impl[-1]: tried.outcome for tried in found}
     assert outcomes == {"a": "passed", "b": "crashed", "c": "hung", "d": "failed", "e": "passed"}
+    assert threads[:4] == [4] * 4  # side by side: a child for each, and one behind the crash
+    assert set(threads[4:]) == {14}  # what did not pass, once more alone
     again = open_machine("acme")
     again.recall("float32")
     passed = {key[-1]: kept.passed for key, kept in again.qualified.items() if "/kernel-" in key}
