@@ -9,6 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+WORKSPACE = 128 << 20
+"""Bytes of masks at once. A chunk of 4,096 queries at 40,960 tokens would take 3.7 GB of them."""
+
+
+def mask_bytes(group: int, keys: int, element: int) -> int:
+    """Of one query: what it sees, once for each head of a group, and as added to scores, twice
+    where it is padded."""
+    return keys * (2 + group + 2 * group * element)
+
 
 def attn_paged(
     q: Tensor,
@@ -31,25 +40,47 @@ def attn_paged(
         queries = end - begin
         if queries == 0:
             continue
-        first = max(0, context - queries - window + 1) if window else 0
+        first = _first(context - queries, window)
         places = _places(page_table[s], k_cache.shape[1], first, context)
         keys = k_cache.flatten(0, 1)[places].transpose(0, 1)  # [Hkv, L, D]
         values = v_cache.flatten(0, 1)[places].transpose(0, 1)
-        # The queries of a group share their keys: they become rows of one matrix.
-        rows = q[begin:end].view(queries, hkv, group, d).permute(1, 2, 0, 3)
-        rows = rows.reshape(hkv, group * queries, d)
-        mask = None
-        if queries > 1:
-            reach = torch.arange(first, context, device=q.device)  # behind each query, or before it
-            back = torch.arange(context - queries, context, device=q.device)[:, None] - reach
-            seen = back >= 0
-            mask = (seen & (back < window) if window else seen).repeat(group, 1)
-        mixed = F.scaled_dot_product_attention(
-            rows[None], keys[None], values[None], attn_mask=mask, scale=scale
-        )[0]
-        mixed = mixed.view(hkv, group, queries, d).permute(2, 0, 1, 3)
-        out[begin:end] = mixed.reshape(queries, hkv * group, d)
+        block = max(1, WORKSPACE // mask_bytes(group, context - first, q.element_size()))
+        for at in range(begin, end, block):
+            count = min(block, end - at)
+            last = context - (end - at) + count  # behind the block's last query
+            near = _first(last - count, window)
+            # The queries of a group share their keys: they become rows of one matrix.
+            rows = q[at : at + count].view(count, hkv, group, d).permute(1, 2, 0, 3)
+            mixed = F.scaled_dot_product_attention(
+                rows.reshape(1, hkv, group * count, d),
+                keys[None, :, near - first : last - first],
+                values[None, :, near - first : last - first],
+                attn_mask=_mask(near, last, count, window, q.device, group),
+                scale=scale,
+            )[0]
+            mixed = mixed.view(hkv, group, count, d).permute(2, 0, 1, 3)
+            out[at : at + count] = mixed.reshape(count, hkv * group, d)
     return out
+
+
+def _first(position: int, window: int) -> int:
+    """The first key that a query at `position` sees."""
+    return max(0, position - window + 1) if window else 0
+
+
+def _mask(
+    first: int, last: int, count: int, window: int, device: torch.device, group: int
+) -> Tensor | None:
+    """bool [group * count, keys]: which keys ``first .. last - 1`` each of the last `count`
+    positions sees; None for one query, which sees all of them."""
+    if count == 1:
+        return None
+    keys = torch.arange(first, last, device=device)
+    queries = torch.arange(last - count, last, device=device)[:, None]
+    seen = keys <= queries
+    if window:
+        seen &= keys > queries - window
+    return seen.repeat(group, 1)
 
 
 def _places(pages: Tensor, page: int, first: int, last: int) -> Tensor:
