@@ -4,8 +4,9 @@ Per layer (bf16 activations, width D, b tokens of a rank), by the formulas of `c
 after the other:
 
 * tensor ranks: all-reduce of b D twice; once when experts are cut over more ranks than the domain;
-* expert ranks E beyond the domain: each token goes to E (1 - (1 - 1/E)^k) ranks, D + D / 128 bytes
-  there and 2 D bytes back; a domain's ranks send a part each and gather the sum;
+* expert ranks beyond the domain: the rows of all domains are gathered, and what came of them is
+  summed row by row where each domain is one rank, over all of these ranks where it is not; then
+  the shared expert's sum of a domain is one more;
 * ranks that share the rows of a chunk: the entries that it adds are gathered, with the windows and
   states at the parts' edges; what of the cache before it a rank lacks is gathered too, or lent by
   its keepers in broadcasts (`RankWork.fetches`);
@@ -67,13 +68,12 @@ class Exchange:
         work, tensor, expert = self._work, self._work.layout.tensor, self._work.layout.expert
         if expert <= tensor:
             return 0.0
-        wide = work.costs.hidden
-        ranks = expert * (1 - (1 - 1 / expert) ** work.costs.experts_per_token)
-        out = sent.tokens / tensor * ranks
-        each = self._direct(expert, out * (wide + wide / 128))
-        each += self._direct(expert, out * wide * work.width)
+        every = expert // tensor * self._row(sent)
+        each = self._direct(expert // tensor, every)
         if tensor > 1:
-            each += self._direct(tensor, self._row(sent))
+            each += self._reduced(expert, every) + self._reduced(tensor, self._row(sent))
+        else:
+            each += self._direct(expert, every)
         return work.layers * each
 
     def _rows(self, sent: Sent) -> float:
