@@ -38,8 +38,11 @@ from metainfer.ops.moe_experts.tiles import (
     WGMMA_SOME,
     WGMMA_STREAM,
     PipelinedTile,
+    TableTile,
+    TallTile,
     Tile,
-    WgmmaTile,
+    portable_for,
+    wgmma_for,
 )
 from metainfer.ops.out_group.fp8 import decoded, grouped
 from metainfer.ops.out_group.tiles import GroupTile
@@ -220,7 +223,7 @@ def _values(tile: object) -> list[int]:
     return [getattr(tile, name) for name in tile.__dataclass_fields__]  # type: ignore[attr-defined]
 
 
-AnyTile = Tile | WgmmaTile | PipelinedTile
+AnyTile = Tile | TableTile
 D, F, E, TOP = 4096, 2048, 256, 6
 
 
@@ -244,12 +247,12 @@ def _experts_truth(
     limit: float, round_parts: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(the recipe in float64, the recipe in bf16 steps) of a few tokens."""
-    rounded = activation_fp8(x.double())
+    rounded, f = activation_fp8(x.double()), up[0].shape[0] // (2 * E)
     exact = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     recipe = torch.zeros(x.shape, device=x.device)
     for expert in sorted(set(ids.flatten().tolist()) - {-1}):
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        w13 = _mx_dense(*(t[expert * 2 * F : (expert + 1) * 2 * F] for t in up))
+        w13 = _mx_dense(*(t[expert * 2 * f : (expert + 1) * 2 * f] for t in up))
         w2 = _mx_dense(*(t[expert * D : (expert + 1) * D] for t in down))
         gate, lift = (rounded[token] @ w13.T).chunk(2, -1)
         gate, lift = gate.clamp(max=limit), lift.clamp(-limit, limit)
@@ -276,9 +279,9 @@ def moe(sweep: bool) -> Iterator[Work]:
     middle: list[AnyTile] = [WGMMA_SOME, WGMMA_CHUNK, PipelinedTile(64, 32, 16, 4)]
     many: list[AnyTile] = [WGMMA_CHUNK, WGMMA_MANY, CHUNK]
     if sweep:
-        few += [PipelinedTile(64, 8, 8, 4, 8, wgmma) for wgmma in (True, False)]
-        few += [PORTABLE_STREAM]
-        many += [PipelinedTile(64, 128, 64, 4), PORTABLE_CHUNK]
+        few += [PORTABLE_STREAM, PipelinedTile(64, 8, 8, 4, 8, wgmma=False)]
+        many += [TallTile(256, 128, 64, 8), TallTile(256, 128, 64, 8, blocks=2)]
+        many += [TallTile(128, 128, 64, 4), TallTile(128, 64, 32, 4), PORTABLE_CHUNK]
     for rows in (1, 8, 32):
         x, copies = _tokens(rows, D), 6
         sets = [_routes(rows) for _ in range(copies)]
@@ -329,6 +332,33 @@ def moe(sweep: bool) -> Iterator[Work]:
             bytes=min(E, rows * TOP) * weight,
             flops=6.0 * rows * TOP * D * F,
         )
+
+
+def narrow(sweep: bool) -> Iterator[Work]:
+    """Experts of one rank of eight, cut along their hidden channels."""
+    f, limit = F // 8, 4.0
+    up, down = _mx(E * 2 * f, D), _mx(E * D, f)
+    packed = (prepare(*up), prepare(*down))
+    for rows in (1, 8, 32, 2048, 8192):
+        x, copies = _tokens(rows, D), 4
+        sets = [_routes(rows) for _ in range(copies)]
+        distinct = sum(len(set(ids.flatten().tolist())) for ids, _ in sets) / copies
+        pairs = rows * TOP
+        truth = cache(lambda x=x, s=sets, r=rows: _experts_truth(x, *s[0], up, down, limit, r > 32))
+        tiles: list[tuple[str, AnyTile | None]] = [("hopper", wgmma_for(pairs, E, D, f))]
+        tiles += [("portable", portable_for(pairs, E)), ("plain", None)]
+        for name, tile in tiles:
+            yield Work(
+                f"experts m={rows} f={f} ({distinct:.0f} distinct)",
+                name,
+                lambda i, x=x, s=sets, t=tile: experts(
+                    x, *s[i], *packed, experts=E, limit=limit, tile=t
+                ),
+                truth,
+                bytes=distinct * D * f * 3 * (0.5 + 1 / 32) + rows * D * 4,
+                flops=6.0 * pairs * D * f,
+                copies=copies,
+            )
 
 
 LATENT = plain("latent@1", 512, "bfloat16", tail=64)
@@ -464,5 +494,6 @@ SECTIONS: dict[str, Callable[[bool], Iterator[Work]]] = {
     "linear": linear,
     "out_group": out_group,
     "experts": moe,
+    "narrow": narrow,
     "sparse": sparse,
 }

@@ -259,7 +259,7 @@ def _sorting() -> Iterator[Work]:
     for rows in (1, 8, 32, 64, 128, 341, 2048, 8192):
         ids = torch.rand(rows, E, device="cuda").argsort(1)[:, :TOP].int().contiguous()
         x = torch.randn(rows, K, device="cuda").to(BF16)
-        m = wgmma_for(ids.numel(), E).m
+        m = wgmma_for(ids.numel(), E, K, 2048).m
         calls = {
             "sort": lambda i, ids=ids, m=m: sorted_plan(ids, E, m)[0],
             "sort, quantise": lambda i, x=x, ids=ids, m=m: planned(x, ids, E, m)[2],

@@ -17,8 +17,10 @@ from pathlib import Path
 
 from metainfer.core.digest import canonical_json
 
-_SHARED = re.compile(rb"^from (metainfer\.ops\.triton_\w+) import", re.MULTILINE)
-"""Kernel code that several folders call."""
+_IMPORTED = re.compile(
+    rb"^from (metainfer\.ops\.[\w.]*\b(?:triton\w*|tiles|sorting)) import", re.MULTILINE
+)
+"""What a kernel's file takes from others: code and sizes that are compiled with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +49,19 @@ class Variant:
         return not self.targets or target in self.targets
 
     def source(self) -> str:
-        """Hash of the kernel's file, what it shares and its tiles, and of this variant."""
+        """Hash of the kernel's file, of its tiles and all it imports, and of this variant."""
         path = _file(self.kernel.partition(":")[0])
-        own = path.read_bytes()
-        shared = (_file(name.decode()) for name in _SHARED.findall(own))
-        more = (path.with_name("tiles.py"), *shared)
-        text = own + b"".join(file.read_bytes() for file in more if file.exists())
+        files = dict.fromkeys((path, path.with_name("tiles.py"), *_taken(path)))
+        text = b"".join(file.read_bytes() for file in files if file.exists())
         spec = canonical_json([self.kernel, list(self.args.items()), self.warps, self.stages])
         return hashlib.sha256(text + spec.encode()).hexdigest()[:16]
+
+
+def _taken(path: Path) -> list[Path]:
+    """The files that a kernel's file imports from, theirs after each."""
+    names = _IMPORTED.findall(path.read_bytes())
+    found = [_file(name.decode()) for name in names]
+    return [file for each in found for file in (each, *_taken(each))]
 
 
 def _file(module: str) -> Path:

@@ -34,6 +34,8 @@ FORMS = {"triton-wgmma": ("sm_90",), "triton": ("sm_89", "sm_120"), "triton-bf16
 TABLES, BORDERS = ("triton-wgmma", "triton"), ("triton", "triton-bf16")
 """Forms whose products read a table of blocks, and those that read each expert's borders."""
 D, F, E, TOP = 4096, 2048, 256, 6
+NARROW = F // 8
+"""Hidden channels of one rank of eight."""
 WEIGHTS = {"w": "*i16", "scales": "*i32", "refs": "*u8"}
 SHAPE = {"d": D, "f": F, "e": E, "top_k": TOP}
 
@@ -63,11 +65,11 @@ def _wgmma(name: str, tile: WgmmaTile, up: bool) -> Variant:
     )
 
 
-def _pipelined(name: str, tile: PipelinedTile, up: bool) -> Variant:
+def _pipelined(name: str, tile: PipelinedTile, up: bool, f: int = F) -> Variant:
     args: dict[str, str | int | bool] = {
         "q": "*fp8e4nv", "q_scales": "*fp32", "order": "*i32", "table": "*i32", "routes": "*fp32",
-        **WEIGHTS, "w": "*i32", "out": "*bf16", "limit": "fp32", "K": D if up else F,
-        "N": 2 * F if up else D, "TOP": TOP, "UP": up, "BN": tile.n, "M": tile.m,
+        **WEIGHTS, "w": "*i32", "out": "*bf16", "limit": "fp32", "K": D if up else f,
+        "N": 2 * f if up else D, "TOP": TOP, "UP": up, "BN": tile.n, "M": tile.m,
         "LEAST": tile.least, "RING": tile.ring, "WARPS": tile.warps, "WGMMA": tile.wgmma,
     }  # fmt: skip
     return Variant(
@@ -76,7 +78,7 @@ def _pipelined(name: str, tile: PipelinedTile, up: bool) -> Variant:
         kernel=f"{PIPELINED}:pipelined_kernel",
         args=args,
         warps=tile.warps,
-        shape={"rows": 8, **SHAPE},
+        shape={"rows": 8, **SHAPE, "f": f},
         mma=_wgmma_of(tile.m) if tile.wgmma else EIGHTS,
         targets=("sm_90", "sm_120") if tile.wgmma else REST,
         spill_bytes=160 if tile == WGMMA_MANY else 0,
@@ -177,6 +179,10 @@ VARIANTS = (
     *(_pipelined("wgmma-many", WGMMA_MANY, up) for up in (True, False)),
     *(_pipelined("portable-stream", PORTABLE_STREAM, up) for up in (True, False)),
     *(_pipelined("portable-chunk", PORTABLE_CHUNK, up) for up in (True, False)),
+    _pipelined("wgmma-some-narrow", WGMMA_SOME, False, NARROW),
+    _pipelined("wgmma-many-narrow", WGMMA_MANY, False, NARROW),
+    _pipelined("portable-stream-narrow", PORTABLE_STREAM, False, NARROW),
+    _pipelined("portable-chunk-narrow", PORTABLE_CHUNK, False, NARROW),
     *(_stream(STREAM, up) for up in (True, False)),
     *(_chunk(CHUNK, up) for up in (True, False)),
     *(_sort(form, True, pairs) for form in TABLES for pairs in (0, SORTED_PAIRS)),

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from metainfer.core.verdict import Verdict
 from metainfer.kernels.conditions import (
     capability,
-    custom,
     dot_type,
     feature,
     multiple_of,
@@ -70,13 +69,7 @@ IMPLS = (
             *_FORMAT,
             capability((9, 0), (9, 9)),
             feature("wgmma"),
-            multiple_of("d", 512),
-            multiple_of("f", 512),
-            custom(
-                "shape",
-                lambda c: min(extent(c, "d"), extent(c, "f")) >= 1024,
-                "d and f must be 1,024 or more",
-            ),
+            *_BLOCKS,
             shared_memory(
                 max(t.shared_bytes() for t in (WGMMA_STREAM, WGMMA_SOME, WGMMA_CHUNK, WGMMA_MANY))
             ),

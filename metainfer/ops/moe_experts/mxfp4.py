@@ -19,7 +19,8 @@ from metainfer.ops.moe_experts.sorting import blocks_of
 from metainfer.ops.moe_experts.tiles import (
     FEW_SLOTS,
     SPAN,
-    PipelinedTile,
+    TableTile,
+    TallTile,
     Tile,
     WgmmaTile,
     chunk_for,
@@ -35,6 +36,7 @@ from metainfer.ops.moe_experts.triton_mxfp4 import (
     stream_up_kernel,
 )
 from metainfer.ops.moe_experts.triton_pipelined import pipelined_kernel
+from metainfer.ops.moe_experts.triton_tall import tall_kernel
 from metainfer.ops.moe_experts.triton_wgmma import experts_kernel
 
 
@@ -80,7 +82,7 @@ def experts(
     *,
     experts: int,
     limit: float = 0.0,
-    tile: Tile | WgmmaTile | PipelinedTile | None = None,
+    tile: Tile | TableTile | None = None,
     chunked: bool | None = None,
     wide: bool = False,
 ) -> Tensor:
@@ -95,7 +97,7 @@ def experts(
         return out
     pairs = tokens * top
     few = pairs <= FEW_SLOTS if chunked is None else not chunked
-    if isinstance(tile, WgmmaTile | PipelinedTile):
+    if isinstance(tile, TableTile):
         y = _by_table(x, ids, routes, up, down, limit, experts, f, tile, few)
     else:
         form = _stream if few else _chunk
@@ -109,7 +111,7 @@ def experts(
 
 def _by_table(
     x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
-    tile: WgmmaTile | PipelinedTile, few: bool,
+    tile: TableTile, few: bool,
 ) -> Tensor:  # fmt: skip
     (tokens, d), top, device = x.shape, ids.shape[1], x.device
     pairs = tokens * top
@@ -124,7 +126,7 @@ def _by_table(
 
 def _product(
     q: Tensor, scales: Tensor, order: Tensor, table: Tensor, routes: Tensor, weight: Mx,
-    out: Tensor, limit: float, top: int, up: bool, tile: WgmmaTile | PipelinedTile,
+    out: Tensor, limit: float, top: int, up: bool, tile: TableTile,
 ) -> None:  # fmt: skip
     """One of the two products: ``up`` writes N / 2 hidden channels, otherwise N, N = out's."""
     k, n = q.shape[1], out.shape[1] * (2 if up else 1)
@@ -135,12 +137,17 @@ def _product(
             k, n, top, up, tile.n, tile.m, tile.blocks, tile.stages, tile.warps,
             num_warps=tile.warps,
         )  # fmt: skip
+    elif isinstance(tile, TallTile):
+        tall_kernel[n // tile.n, table.shape[0]](
+            q, scales, order, table, routes, weight.words.view(torch.int32), weight.scales,
+            weight.refs, out, limit, k, n, top, up, tile.n, tile.m, tile.least, tile.blocks,
+            tile.warps, num_warps=tile.warps,
+        )  # fmt: skip
     else:
-        ring = tile.ring if k % (tile.ring * 128) == 0 else 4
         pipelined_kernel[n // tile.n, table.shape[0]](
             q, scales, order, table, routes, weight.words.view(torch.int32), weight.scales,
-            weight.refs, out, limit, k, n, top, up, tile.n, tile.m, tile.least, ring, tile.warps,
-            tile.wgmma, num_warps=tile.warps,
+            weight.refs, out, limit, k, n, top, up, tile.n, tile.m, tile.least, tile.ring,
+            tile.warps, tile.wgmma, num_warps=tile.warps,
         )  # fmt: skip
 
 
@@ -229,8 +236,7 @@ def wgmma(
     up, down = _packed(w13), _packed(w2)
     if not (up.eight and down.eight):
         return _call(x, ids, weights, up, down, w2, shared, limit, None)
-    count = len(w2.parts)
-    tile = wgmma_for(ids.numel(), count)
+    tile = wgmma_for(ids.numel(), len(w2.parts), x.shape[1], down.words.shape[1] * 4)
     return _call(x, ids, weights, up, down, w2, shared, limit, tile)
 
 
@@ -247,7 +253,7 @@ def portable(
     """See `ref.moe_experts_rounded`; ``experts-stored@1`` in MXFP4, any card with e4m3."""
     up, down, tile = _packed(w13), _packed(w2), None
     if x.is_cuda and up.eight and down.eight:
-        tile = portable_for(ids.numel(), len(w2.parts), x.shape[1], down.words.shape[1] * 4)
+        tile = portable_for(ids.numel(), len(w2.parts))
     return _call(x, ids, weights, up, down, w2, shared, limit, tile)
 
 
@@ -267,7 +273,7 @@ def wide(
 
 def _call(
     x: Tensor, ids: Tensor, weights: Tensor, up: Mx, down: Mx, w2: PackedWeight,
-    shared: Tensor | None, limit: float, tile: WgmmaTile | PipelinedTile | None, *,
+    shared: Tensor | None, limit: float, tile: TableTile | None, *,
     wide: bool = False,
 ) -> Tensor:  # fmt: skip
     ids, weights = ids.contiguous(), weights.float().contiguous()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from metainfer.core.errors import InternalError
+
 BLOCK = 128
 """Channels of one step: one activation scale, four weight scales."""
 
@@ -36,7 +38,7 @@ class WgmmaTile:
     """Of the Hopper form: `n` weight rows by `m` pairs, `blocks` of 128 channels a stage.
 
     Scales come for four blocks at once, so `blocks` divides four; of two such fours there is room,
-    so that at most four blocks are copied ahead.
+    so that at most four blocks are copied ahead. Raises InternalError for others.
     """
 
     n: int
@@ -44,6 +46,10 @@ class WgmmaTile:
     warps: int
     stages: int
     blocks: int = 1
+
+    def __post_init__(self) -> None:
+        if 4 % self.blocks or (self.stages - 1) * self.blocks > 4:
+            raise InternalError(f"{self} copies past the scales that it has room for")
 
     def shared_bytes(self) -> int:
         """Rings of packed weights, their scales, activations and theirs."""
@@ -55,8 +61,8 @@ class WgmmaTile:
 class PipelinedTile:
     """Of the form that unpacks beside its products: `n` weight rows by up to `m` pairs.
 
-    A block of up to `least` pairs takes a tile of as many; `ring` blocks of 128 channels are held.
-    `wgmma`: Hopper's products, or else those of every card with e4m3.
+    A block of up to `least` pairs takes a tile of as many; `ring` blocks of 128 channels are held,
+    4 or 8. `wgmma`: Hopper's products, or else those of every card with e4m3.
     """
 
     n: int
@@ -71,6 +77,28 @@ class PipelinedTile:
         block = self.n * BLOCK // 2 + self.m * BLOCK
         return self.ring * block + self.ring // 2 * 16 * (self.n + self.m)
 
+
+@dataclass(frozen=True, slots=True)
+class TallTile:
+    """Of the Hopper form for many pairs: two tiles of `n` / 2 weight rows, each with sums of its
+    own, by up to `m` pairs; a block of up to `least` pairs takes a tile of as many.
+
+    Four blocks of 128 channels are held; all warps meet once for `blocks` of them, 1 or 2.
+    """
+
+    n: int
+    m: int
+    least: int
+    warps: int
+    blocks: int = 1
+
+    def shared_bytes(self) -> int:
+        """Rings of packed weights, activations and the scales of both."""
+        return 4 * (self.n * BLOCK // 2 + self.m * BLOCK) + 2 * 16 * (self.n + self.m)
+
+
+TableTile = WgmmaTile | PipelinedTile | TallTile
+"""Tiles whose products read a table of blocks."""
 
 WGMMA_STREAM = WgmmaTile(n=64, m=8, warps=4, stages=3, blocks=2)
 WGMMA_CHUNK = WgmmaTile(n=128, m=64, warps=4, stages=4)
@@ -100,19 +128,22 @@ def chunk_for(capability: tuple[int, int] | None, wide: bool = False) -> Tile:
     return CHUNK_WGMMA if capability is not None and capability[0] == 9 else CHUNK
 
 
-def wgmma_for(pairs: int, experts: int) -> WgmmaTile | PipelinedTile:
-    """The Hopper form's tile, by the pairs that an expert gets on average."""
+def wgmma_for(pairs: int, experts: int, d: int, f: int) -> TableTile:
+    """The Hopper form's tile, by the pairs that an expert gets on average.
+
+    Narrow experts, and those whose scales do not come by fours, take the forms for any width.
+    """
+    if pairs > 96 * experts:
+        return WGMMA_MANY
+    if min(d, f) < 8 * BLOCK or d % (4 * BLOCK) or f % (4 * BLOCK):
+        return WGMMA_SOME if pairs <= 16 * experts else WGMMA_MANY
     if pairs <= 8 * experts:
         return WGMMA_STREAM
-    if pairs <= 16 * experts:
-        return WGMMA_SOME
-    return WGMMA_CHUNK if pairs <= 96 * experts else WGMMA_MANY
+    return WGMMA_SOME if pairs <= 16 * experts else WGMMA_CHUNK
 
 
-def portable_for(pairs: int, experts: int, d: int, f: int) -> PipelinedTile | None:
-    """The tile of every card with e4m3; None for widths whose scales are not copied by fours."""
-    if d % (4 * BLOCK) or f % (4 * BLOCK):
-        return None
+def portable_for(pairs: int, experts: int) -> PipelinedTile:
+    """The tile of every card with e4m3, at any width."""
     return PORTABLE_STREAM if pairs <= 8 * experts else PORTABLE_CHUNK
 
 

@@ -63,24 +63,32 @@ def _four_of(kind: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _fetch(
     block, place, w_slot, x_slot, s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at, xs_live,
-    SCALES: gl.constexpr,
+    SCALES: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a block of 128 channels; SCALES: and, into their ring's `place`, of the
-    scales of the four that begin with it (16 bytes of a row: a sector serves few)."""
+    """Start the copies of a block of 128 channels, one of BLOCKS; SCALES: and, into their ring's
+    `place`, of the scales of the four that begin with it (16 bytes of a row: a sector serves few).
+    """
     _copy(w_slot, w_at + block * 16)
     _copy(x_slot, x_at + block * 128, mask=x_live)
-    if SCALES:
+    if SCALES and BLOCKS % 4 == 0:
         _copy(s_ring.index(place), s_at + block)
         _copy(xs_ring.index(place), xs_at + block, mask=xs_live)
+    elif SCALES:  # a row ends within the last four
+        s_cols: gl.constexpr = gl.SliceLayout(0, s_at.type.layout)
+        xs_cols: gl.constexpr = gl.SliceLayout(0, xs_at.type.layout)
+        s_held = (gl.arange(0, 4, s_cols) + block < BLOCKS)[None, :]
+        xs_held = (gl.arange(0, 4, xs_cols) + block < BLOCKS)[None, :]
+        _copy(s_ring.index(place), s_at + block, mask=s_held)
+        _copy(xs_ring.index(place), xs_at + block, mask=xs_live & xs_held)
 
 
 @gluon.jit
 def _places(
-    q, q_scales, order, w, scales, refs, expert, first, count, tile,
+    q, q_scales, order, w, scales, expert, first, count, tile,
     K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
-    M: gl.constexpr, WARPS: gl.constexpr, words: gl.constexpr,
+    M: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile of BN rows by `count` <= M pairs reads: weights, tokens, scales, references."""
+    """Where a tile of BN rows by `count` <= M pairs reads: weights, tokens, scales of both."""
     w_copy: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
     x_copy: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     s_copy: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
@@ -102,9 +110,7 @@ def _places(
     x_at = x_at + gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
     xs_at = q_scales + (xs_token.to(gl.int64) * (K // 128))[:, None]
     xs_at = xs_at + gl.arange(0, 4, gl.SliceLayout(0, xs_copy))[None, :]
-    rows = base + _row(gl.arange(0, BN, gl.SliceLayout(1, words)), tile, N, BN, UP)
-    ref = gl.load(refs + rows).to(gl.int32)[:, None]
-    return w_at, x_at, x_live[:, None], s_at, xs_at, xs_live[:, None], ref
+    return w_at, x_at, x_live[:, None], s_at, xs_at, xs_live[:, None]
 
 
 @gluon.jit
@@ -161,6 +167,46 @@ def _finish(
 
 
 @gluon.jit
+def _step(
+    acc, a, zero, block, more, w_ring, x_ring, s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at,
+    xs_live, ref, pick, s: gl.constexpr, FETCH: gl.constexpr, BLOCKS: gl.constexpr,
+    BN: gl.constexpr, WGMMA: gl.constexpr,
+):  # fmt: skip
+    """`acc` and the products of `block`, in place `s` of the ring and unpacked in `a`; the next
+    block, unpacked meanwhile. FETCH or `more`: the block that the ring has room for is copied."""
+    RING: gl.constexpr = len(w_ring)
+    AHEAD: gl.constexpr = RING - 1
+    PLACES: gl.constexpr = RING // 2
+    mma: gl.constexpr = acc.type.layout
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
+    words: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    now = _elements(a, left, BN)
+    x = x_ring[s % RING].permute((1, 0))
+    if WGMMA:
+        part = warpgroup_mma(now, x, zero, use_acc=False, is_async=True)
+    async_copy.wait_group(AHEAD - 2)  # the next block is there, for all warps
+    _barrier()
+    # past the last block this unpacks what nobody multiplies
+    four = s_ring.index((block + 1) // 4 % PLACES).slice((s + 1) % 4, 1, 1).load(words)
+    a = _unpacked(w_ring[(s + 1) % RING].load(words), four, ref, pick, BN)
+    if FETCH or more:
+        _fetch(
+            block + AHEAD, (block + AHEAD) // 4 % PLACES, w_ring[(s + AHEAD) % RING],
+            x_ring[(s + AHEAD) % RING], s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at, xs_live,
+            (s + AHEAD) % 4 == 0, BLOCKS,
+        )  # fmt: skip
+    async_copy.commit_group()
+    scale = xs_ring.index(block // 4 % PLACES).slice(s % 4, 1, 1)
+    scale = scale.permute((1, 0)).load(mma)
+    if WGMMA:
+        part = warpgroup_mma_wait(0, deps=[part])
+    else:
+        part = mma_v2(now, x.load(right), zero)
+    return acc + part * scale, a
+
+
+@gluon.jit
 def _block(
     q, q_scales, order, routes, w, scales, refs, out, limit, expert, first, count, tile,
     K: gl.constexpr, N: gl.constexpr, TOP: gl.constexpr, UP: gl.constexpr, BN: gl.constexpr,
@@ -171,13 +217,13 @@ def _block(
     hopper: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
     others: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     mma: gl.constexpr = hopper if WGMMA else others
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    w_at, x_at, x_live, s_at, xs_at, xs_live, ref = _places(
-        q, q_scales, order, w, scales, refs, expert, first, count, tile,
-        K, N, TOP, UP, BN, M, WARPS, words,
+    w_at, x_at, x_live, s_at, xs_at, xs_live = _places(
+        q, q_scales, order, w, scales, expert, first, count, tile, K, N, TOP, UP, BN, M, WARPS
     )  # fmt: skip
+    rows = expert.to(gl.int64) * N
+    rows = rows + _row(gl.arange(0, BN, gl.SliceLayout(1, words)), tile, N, BN, UP)
+    ref = gl.load(refs + rows).to(gl.int32)[:, None]
     AHEAD: gl.constexpr = RING - 1
     PLACES: gl.constexpr = RING // 2  # of scales: those of four blocks each
     w_ring, x_ring = _ring(BN, M)
@@ -185,47 +231,35 @@ def _block(
         w_more, x_more = _ring(BN, M)
         w_ring, x_ring = w_ring + w_more, x_ring + x_more
     s_ring, xs_ring = _scale_rings(PLACES, BN, M)
+    BLOCKS: gl.constexpr = K // 128
+    TURNS: gl.constexpr = BLOCKS // RING if BLOCKS >= 2 * RING else 0  # of one, Triton 3.6 dies
+    LEFT: gl.constexpr = BLOCKS - TURNS * RING
     for s in gl.static_range(AHEAD):
-        _fetch(
-            s, s // 4, w_ring[s], x_ring[s], s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at,
-            xs_live, s % 4 == 0,
-        )  # fmt: skip
+        if s < BLOCKS:
+            _fetch(
+                s, s // 4, w_ring[s], x_ring[s], s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at,
+                xs_live, s % 4 == 0, BLOCKS,
+            )  # fmt: skip
         async_copy.commit_group()
     pick = (gl.arange(0, 16, gl.SliceLayout(0, words)) // 4 + 0x4440)[None, :]
-    BLOCKS: gl.constexpr = K // 128
     acc = gl.zeros([BN, M], gl.float32, mma)
     zero = gl.zeros([BN, M], gl.float32, mma)
     async_copy.wait_group(AHEAD - 1)
     _barrier()
     four = s_ring.index(0).slice(0, 1, 1).load(words)
     a = _unpacked(w_ring[0].load(words), four, ref, pick, BN)
-    for turn in range(BLOCKS // RING):
-        more = turn + 1 < BLOCKS // RING
+    for turn in range(TURNS):
         for s in gl.static_range(RING):
-            block = turn * RING + s
-            now = _elements(a, left, BN)
-            x = x_ring[s].permute((1, 0))
-            if WGMMA:
-                part = warpgroup_mma(now, x, zero, use_acc=False, is_async=True)
-            async_copy.wait_group(AHEAD - 2)  # the next block is there, for all warps
-            _barrier()
-            # past the last block this unpacks what nobody multiplies
-            four = s_ring.index((block + 1) // 4 % PLACES).slice((s + 1) % 4, 1, 1).load(words)
-            a = _unpacked(w_ring[(s + 1) % RING].load(words), four, ref, pick, BN)
-            if s + AHEAD < RING or more:
-                _fetch(
-                    block + AHEAD, (block + AHEAD) // 4 % PLACES, w_ring[(s + AHEAD) % RING],
-                    x_ring[(s + AHEAD) % RING], s_ring, xs_ring, w_at, x_at, x_live, s_at, xs_at,
-                    xs_live, (s + AHEAD) % 4 == 0,
-                )  # fmt: skip
-            async_copy.commit_group()
-            scale = xs_ring.index(block // 4 % PLACES).slice(s % 4, 1, 1)
-            scale = scale.permute((1, 0)).load(mma)
-            if WGMMA:
-                part = warpgroup_mma_wait(0, deps=[part])
-            else:
-                part = mma_v2(now, x.load(right), zero)
-            acc += part * scale
+            acc, a = _step(
+                acc, a, zero, turn * RING + s, turn + 1 < TURNS, w_ring, x_ring, s_ring,
+                xs_ring, w_at, x_at, x_live, s_at, xs_at, xs_live, ref, pick, s,
+                s + AHEAD < RING + LEFT, BLOCKS, BN, WGMMA,
+            )  # fmt: skip
+    for s in gl.static_range(LEFT):
+        acc, a = _step(
+            acc, a, zero, BLOCKS - LEFT + s, False, w_ring, x_ring, s_ring, xs_ring, w_at, x_at,
+            x_live, s_at, xs_at, xs_live, ref, pick, s, s + AHEAD < LEFT, BLOCKS, BN, WGMMA,
+        )  # fmt: skip
     _barrier()  # what follows may lie where others still multiply
     _finish(
         acc, order, routes, refs, out, limit, expert, first, count, tile, N, UP, BN, M, WARPS
