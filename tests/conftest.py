@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import zlib
@@ -10,6 +11,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+
+# OpenMP's threads sleep while they wait, here and in every child: beside another worker they would
+# turn in a loop on the core that it needs (on two cores `tests/ops/test_qualify.py` took four times
+# the processor's time). Read once, when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The same examples on every machine, however slow: no time counts. `--hypothesis-seed=N` draws
 # others.
