@@ -93,6 +93,8 @@ INTENT_FIELDS = {
     "--no-prefix-cache": "prefix_cache",
     "--no-graphs": "graphs",
     "--no-overlap": "overlap",
+    "--halves": "halves",
+    "--shared-beside": "shared_beside",
     "--draft": "draft",
     "--grammar-backend": "grammar",
     "--model-option": "model_options",
@@ -191,6 +193,14 @@ class EngineFlags:
     no_overlap: Annotated[
         bool, _flag("--no-overlap", text="read each step before the next is launched")
     ] = False
+    halves: Annotated[
+        int | None,
+        _flag("--halves", text="chunks from N tokens on as two halves in turns; 0: never"),
+    ] = None
+    shared_beside: Annotated[
+        int | None,
+        _flag("--shared-beside", text="shared beside routed experts up to N tokens; 0: never"),
+    ] = None
     draft: Annotated[
         str | None,
         _flag(
@@ -245,6 +255,8 @@ class EngineFlags:
             prefix_cache=not self.no_prefix_cache,
             graphs=not self.no_graphs,
             overlap=not self.no_overlap,
+            halves=self.halves,
+            shared_beside=self.shared_beside,
             draft=self.draft,
             grammar=self.grammar_backend,
             model_options=parse_pairs(self.model_option, "--model-option"),

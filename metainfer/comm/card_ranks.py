@@ -38,6 +38,7 @@ from metainfer.comm.plan import AUTO, CommPlan, Offer, choose
 from metainfer.comm.plan_file import Tiers
 from metainfer.comm.plan_offers import COPY, Ability, cuda_abilities
 from metainfer.comm.request import ELEMENT_BYTES, Op, Precision, Request
+from metainfer.comm.side import IN_ORDER, Side
 from metainfer.comm.topology import Topology
 from metainfer.core.errors import UserError
 from metainfer.core.verdict import ACCEPT, Reason, Verdict, reject
@@ -57,7 +58,7 @@ class CardRanks:
 
     `tree`: the links of all cards of the layout; `method`: ``auto`` or a backend; `tiers`: measured
     ones; `dtype`: of the sums; `most_bytes`: of the longest sum; `sharing`: all ranks are on this
-    very device.
+    very device; `side`: where calls go that a model starts.
 
     Raises:
         UserError, CommError: a rank is missing, or nothing could be opened; with every reason.
@@ -75,6 +76,7 @@ class CardRanks:
         method: str = AUTO,
         tiers: Tiers | None = None,
         sharing: bool = False,
+        side: Side = IN_ORDER,
     ) -> None:
         torch.cuda.set_device(device)
         self._groups: dict[tuple[int, ...], _Group] = {}
@@ -92,7 +94,7 @@ class CardRanks:
                 )
                 group.prove(dtype)
                 group.start(method, tiers or {})
-            found[role] = self._groups[members].linked(method)
+            found[role] = self._groups[members].linked(method, side)
         self.ranks = Ranks(**found)
 
     def settle(self) -> None:
@@ -188,13 +190,14 @@ class _Group:
             if isinstance(comm, CudaComm | CopyRank):
                 comm.budget_s = WARM_S
 
-    def linked(self, method: str) -> Linked:
+    def linked(self, method: str, side: Side) -> Linked:
         return Linked(
             self.index,
             len(self.members),
             self.comm,
             precision=Precision.NATIVE if method == "nccl" else Precision.EXACT,
             capturing=torch.cuda.is_current_stream_capturing,
+            side=side,
         )
 
     def abort(self, cause: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from metainfer.comm.api import Communicator
 from metainfer.comm.request import Op, Precision, Request
+from metainfer.comm.side import IN_ORDER, Done, Pending, Side
 from metainfer.core.plan import LayoutPlan
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Peers(Protocol):
-    """`size` ranks, of which this is `rank`. Every rank makes the same calls in the same order."""
+    """`size` ranks, of which this is `rank`. Every rank makes the same calls in the same order.
+
+    ``start_``: the same call, which goes on while the caller does (`side.Pending`).
+    """
 
     rank: int
     size: int
@@ -45,6 +49,12 @@ class Peers(Protocol):
         """The x of rank `root`; of equal shape elsewhere, where it is overwritten."""
         ...
 
+    def start_sum(self, x: Tensor) -> Pending[Tensor]: ...
+
+    def start_sum_rows(self, x: Tensor) -> Pending[Tensor]: ...
+
+    def start_rows(self, x: Tensor) -> Pending[Tensor]: ...
+
 
 class Alone:
     """One rank."""
@@ -66,11 +76,21 @@ class Alone:
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         return x
 
+    def start_sum(self, x: Tensor) -> Pending[Tensor]:
+        return Done(x)
+
+    def start_sum_rows(self, x: Tensor) -> Pending[Tensor]:
+        return Done(x)
+
+    def start_rows(self, x: Tensor) -> Pending[Tensor]:
+        return Done(x)
+
 
 class Linked:
     """Several ranks over a `Communicator` whose rules all of them have agreed on.
 
-    `precision`: of its sums. `capturing`: whether what is called now goes into a graph.
+    `precision`: of its sums. `capturing`: whether what is called now goes into a graph. `side`:
+    where started calls go, one for all groups of a rank.
     """
 
     def __init__(
@@ -81,22 +101,29 @@ class Linked:
         *,
         precision: Precision = Precision.EXACT,
         capturing: Callable[[], bool] = lambda: False,
+        side: Side = IN_ORDER,
     ) -> None:
         self.rank, self.size = rank, size
         self.comm = comm
-        self._precision, self._capturing = precision, capturing
+        self._precision, self._capturing, self._side = precision, capturing, side
 
     def sum(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        return self._run(Op.ALL_REDUCE, x.numel(), x, x)
+        return self._side.run(self._sum(x))
+
+    def start_sum(self, x: Tensor) -> Pending[Tensor]:
+        return self._side.fork(self._sum(x))
 
     def sum_rows(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        return self._run(Op.REDUCE_SCATTER, x.numel(), x.contiguous(), out)
+        return self._side.run(self._sum_rows(x))
+
+    def start_sum_rows(self, x: Tensor) -> Pending[Tensor]:
+        return self._side.fork(self._sum_rows(x))
 
     def rows(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
-        return self._run(Op.ALL_GATHER, out.numel(), x.contiguous(), out)
+        return self._side.run(self._rows(x))
+
+    def start_rows(self, x: Tensor) -> Pending[Tensor]:
+        return self._side.fork(self._rows(x))
 
     def columns(self, x: Tensor) -> Tensor:
         rows, width = x.shape
@@ -105,7 +132,21 @@ class Linked:
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         x = x.contiguous()
-        return self._run(Op.BROADCAST, x.numel(), x, x, root)
+        return self._side.run(lambda: self._run(Op.BROADCAST, x.numel(), x, x, root))
+
+    # Memory is taken outside the calls: on the current stream, which waits for the side's.
+
+    def _sum(self, x: Tensor) -> Callable[[], Tensor]:
+        x = x.contiguous()
+        return lambda: self._run(Op.ALL_REDUCE, x.numel(), x, x)
+
+    def _sum_rows(self, x: Tensor) -> Callable[[], Tensor]:
+        x, out = x.contiguous(), x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        return lambda: self._run(Op.REDUCE_SCATTER, x.numel(), x, out)
+
+    def _rows(self, x: Tensor) -> Callable[[], Tensor]:
+        x, out = x.contiguous(), x.new_empty(x.shape[0] * self.size, *x.shape[1:])
+        return lambda: self._run(Op.ALL_GATHER, out.numel(), x, out)
 
     def _run(self, op: Op, count: int, given: Tensor, out: Tensor, root: int = 0) -> Tensor:
         dtype = str(given.dtype).removeprefix("torch.")

@@ -33,6 +33,8 @@ DECISIONS: Mapping[str, str] = {
     "prefix_cache": "prefix_cache",
     "graphs": "graph_buckets",
     "overlap": "overlap",
+    "halves": "halves",
+    "shared_beside": "shared_beside",
     "grammar": "grammar",
     "draft": "draft",
     "model_options": "model",
@@ -66,7 +68,9 @@ class Intent:
     a named machine, its peers emulated.
     `adapters`: name -> folder of a LoRA adapter.
     `prefix_cache`: reuse of cached prefixes. `graphs`: steps may be captured. `overlap`: these may
-    be launched before the one ahead was read. `draft`: speculation, ``off``, ``ngram:N`` or
+    be launched before the one ahead was read. `halves`: from so many tokens on, chunks are computed
+    as two halves in turns; `shared_beside`: up to so many, the shared expert beside the routed
+    ones; 0: never. `draft`: speculation, ``off``, ``ngram:N`` or
     ``mtp:N``. `grammar`: the grammar library. `model_options`: switches of the model's family,
     where its published code and its deployments differ. `said`: field -> where its value came from,
     in words, where it was not simply a flag.
@@ -88,6 +92,8 @@ class Intent:
     prefix_cache: bool = True
     graphs: bool = True
     overlap: bool = True
+    halves: int | None = None
+    shared_beside: int | None = None
     draft: str | None = None
     grammar: str | None = None
     model_options: Mapping[str, str] = field(default_factory=dict)

@@ -141,7 +141,9 @@ class Plan:
     """One engine, decided. `phase_layout`: phase class -> layout name. `ops`: ``site@phase``.
     `graph_buckets`: token counts at which decode is captured; empty: it runs op by op. `graphs`:
     all captured steps, in the order of capture. `overlap`: a captured step may be launched before
-    the one ahead of it was read. `adapters`: in the order of their places. `emulated`: which rank
+    the one ahead of it was read. `halves`: chunks of at least so many tokens are computed as two
+    halves in turns; `shared_beside`: in steps of at most so many, the shared expert beside the
+    routed ones; 0: none. `adapters`: in the order of their places. `emulated`: which rank
     of how many of which machine this is, where its peers are a stand-in;
     such a plan answers nothing."""
 
@@ -162,6 +164,8 @@ class Plan:
     graph_buckets: tuple[int, ...]
     graphs: tuple[StepGraph, ...]
     overlap: bool
+    halves: int
+    shared_beside: int
     limits: Limits
     draft: DraftPlan
     ledger: tuple[LedgerRow, ...]

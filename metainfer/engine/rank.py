@@ -18,6 +18,7 @@ from metainfer.comm.peers import Place
 from metainfer.comm.plan import AUTO
 from metainfer.comm.plan_file import Tiers, parse
 from metainfer.comm.request import ELEMENT_BYTES
+from metainfer.comm.side import IN_ORDER
 from metainfer.comm.topology import from_facts, one_switch
 from metainfer.core.digest import to_plain
 from metainfer.core.env import cache_dir
@@ -145,6 +146,7 @@ def links_of(
     if device.type != "cuda":
         return HostRanks(token, place, tiers)
     from metainfer.comm.card_ranks import CardRanks
+    from metainfer.comm.card_side import CardSide
 
     layout, plan = place.layout, resolved.plan
     tree = one_switch(layout.ranks) if intent.one_card else from_facts(facts)
@@ -161,6 +163,7 @@ def links_of(
         method=intent.collectives or AUTO,
         tiers=tiers,
         sharing=intent.one_card,
+        side=CardSide(device) if plan.halves else IN_ORDER,
     )
 
 

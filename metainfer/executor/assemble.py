@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from metainfer.comm.card_side import CardSide
 from metainfer.comm.peers import SINGLE, Place, Ranks
+from metainfer.comm.side import IN_ORDER
+from metainfer.core.plan import Plan
 from metainfer.executor.adapters import load_adapters
 from metainfer.executor.loading import (
     WHOLE,
@@ -58,9 +61,7 @@ def assemble(
     layout = plan.layouts[0]
     decoding = layout.decoding
     dtype = DTYPES[plan.model.dtype]
-    if device.type == "cpu":
-        here = 1 if plan.emulated else layout.ranks
-        torch.set_num_threads(max(1, plan.threads // here))
+    _use_threads(plan, device)
     phase("weights")
     layouts = {role: registry.layout(layout) for role, layout in plan.bundle.items()}
     weights = load_weights(
@@ -86,6 +87,7 @@ def assemble(
     adapters = load_adapters(arch.adapters, dtype=dtype, device=device) if arch.adapters else {}
     if adapters:
         model.use_adapters(adapters)
+    _compute_beside(model, plan, device)
     phase("cache")
     store = KVStore(resolved.sizes, device)
     beside = sum(pairs.nbytes for pairs in adapters.values())
@@ -113,5 +115,20 @@ def assemble(
             adapters=arch.adapters.count if arch.adapters else 0,
             prompts=prompt_ranks(model, parts, store, resolved.groups, place, ranks, device),
             overlap=plan.overlap,
+            halves=plan.halves,
         )
     )
+
+
+def _use_threads(plan: Plan, device: torch.device) -> None:
+    """The plan's threads, shared by the ranks of a host."""
+    if device.type == "cpu":
+        here = 1 if plan.emulated else plan.layouts[0].ranks
+        torch.set_num_threads(max(1, plan.threads // here))
+
+
+def _compute_beside(model: Any, plan: Plan, device: torch.device) -> None:
+    """Give the model a stream for what the plan computes beside something else."""
+    if plan.shared_beside:
+        model.beside = CardSide(device) if device.type == "cuda" else IN_ORDER
+        model.beside_rows = plan.shared_beside

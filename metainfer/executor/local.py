@@ -35,6 +35,7 @@ from metainfer.core.step import (
 )
 from metainfer.executor.finite import FiniteTrace, Place, owners_of
 from metainfer.executor.graphs import Capture, CudaCapture, StaticSteps, rows_of
+from metainfer.executor.halves import halves
 from metainfer.executor.inputs import build
 from metainfer.executor.late import DRAFTS, OP_BY_OP, Launched, Settle, Stretch, asked
 from metainfer.executor.prompts import PromptRanks
@@ -44,10 +45,11 @@ from metainfer.executor.slots import OpenGrammar, SlotTable
 from metainfer.executor.speculative import ModelDrafts, propose
 from metainfer.executor.static import DeviceTables
 from metainfer.executor.transfer import to_host, wait_for
-from metainfer.kernels.table import OpTable
+from metainfer.kernels.table import OpTable, PhaseOps
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.pools import KVStore
 from metainfer.models.common.inputs import SegmentInputs
+from metainfer.models.common.lanes import interleave
 from metainfer.ops.sample.inputs import SampleOutput
 
 if TYPE_CHECKING:
@@ -67,7 +69,8 @@ class LocalParts:
     """What an executor runs on, put together by `executor.assemble`. `drafts`: most in a run.
     `graphs`: what is captured, in this order. `adapters`: how many are loaded. `prompts`: who
     computes chunks whose rows ranks share. `overlap`: a captured step may be launched before the
-    one ahead of it was read."""
+    one ahead of it was read. `halves`: chunks of at least so many tokens are computed as two halves
+    in turns; 0: none."""
 
     model: Any
     ops: OpTable
@@ -85,6 +88,7 @@ class LocalParts:
     adapters: int = 0
     prompts: PromptRanks | None = None
     overlap: bool = False
+    halves: int = 0
 
 
 class LocalExecutor:
@@ -302,6 +306,8 @@ class LocalExecutor:
             if out is not None:
                 (rows, best), finite = rows_of(out, segment), out.finite
                 return self._finish(segment, rows, lambda: finite, out.hidden, out.inputs, best)
+        if self._in_halves(segment):
+            return self._halved(segment, rank, phase_ops)
         host = build(rank, self._slots, parts.groups)
         inputs = host.to(parts.device)
         hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
@@ -311,6 +317,31 @@ class LocalExecutor:
             return torch.isfinite(parts.model.normed(hidden).flatten(1)).all(dim=1)
 
         return self._finish(segment, logits, finite_rows, hidden, inputs)
+
+    def _in_halves(self, segment: Segment) -> bool:
+        least, rank = self._parts.halves, segment.ranks[0]
+        prompts = segment.phase in (Phase.CHUNK, Phase.MIXED) and not segment.drafts
+        return prompts and 0 < least <= rank.tokens + rank.padding
+
+    def _halved(self, segment: Segment, rank: RankTokens, ops: PhaseOps) -> Settle:
+        """The halves of a segment's rows in turns: one computes beside the other's collectives."""
+        parts = self._parts
+        hosts = [build(half, self._slots, parts.groups) for half in halves(rank)]
+        inputs = [host.to(parts.device) for host in hosts]
+        layers, stop, model = parts.store.layers, segment.stop_layer, parts.model
+        found = interleave([model.lane(each, layers, ops, stop) for each in inputs])
+        logits = [
+            model.logits(hidden, each, ops)
+            for hidden, each, host in zip(found, inputs, hosts, strict=True)
+            if len(host.logit_rows)
+        ]
+
+        def finite_rows() -> torch.Tensor:
+            flags = [torch.isfinite(model.normed(hidden).flatten(1)).all(dim=1) for hidden in found]
+            return torch.cat(flags)
+
+        rows = torch.cat(logits) if logits else None
+        return self._finish(segment, rows, finite_rows, found[-1], inputs[-1])
 
     def _finish(
         self,

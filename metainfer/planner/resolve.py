@@ -22,7 +22,7 @@ from metainfer.kernels.select import Policy, Selection, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
-from metainfer.planner import adapters, drafts, grammars, graphs, overlap, shares
+from metainfer.planner import adapters, drafts, grammars, graphs, lanes, overlap, shares
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.emulation import Emulation
 from metainfer.planner.layouts import alike, of_decodes
@@ -346,6 +346,8 @@ class _Resolver:
             graph_buckets=captured.buckets,
             graphs=captured.graphs,
             overlap=overlap.decide(captured.graphs, layout, cards, self.ledger),
+            halves=lanes.halves(layout, cards, self.ledger),
+            shared_beside=lanes.shared_beside(layout, cards, self.ledger),
             limits=limits,
             draft=draft,
             ledger=held.ledger() if captured.graphs else graphs.released(held.ledger()),

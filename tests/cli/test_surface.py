@@ -20,7 +20,7 @@ ENGINE = {
     "--page-tokens", "--threads",
     "--goal", "--dtype", "--platform", "--op", "--layout", "--parallel", "--allow-fallback",
     "--collectives", "--one-card", "--rank-of",
-    "--no-prefix-cache", "--no-graphs", "--no-overlap", "--draft", "--grammar-backend",
+    "--no-prefix-cache", "--no-graphs", "--no-overlap", "--halves", "--shared-beside", "--draft", "--grammar-backend",
     "--model-option", "--config",
 }  # fmt: skip
 ADAPTERS = {"--adapter"}

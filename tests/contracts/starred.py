@@ -84,6 +84,7 @@ STARRED = (
     "comm.peers",
     "comm.plan*",
     "comm.request",
+    "comm.side",
     "comm.topology*",
     "engine.client",
     "engine.devices",
@@ -101,6 +102,7 @@ STARRED = (
     "engine.text_stream",
     "engine.verdicts",
     "executor.domains",
+    "executor.halves",
     "executor.null",
     "executor.protocol",
     "executor.slots",
@@ -110,6 +112,7 @@ STARRED = (
 HEAVY = (
     "comm.backends.*",
     "comm.card_ranks",
+    "comm.card_side",
     "comm.emulated_ranks",
     "comm.exact",
     "comm.host_ranks",

@@ -50,6 +50,10 @@ CASES = (
 )
 
 
+TURNS = {"tp2": 8, "ep2": 5, "tp2ep4": 8, "2x": 0}
+"""Chunks of at least so many tokens take turns by halves, where their rows are not shared."""
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {name: tmp_path_factory.mktemp(name) for name in FOLDERS}
@@ -169,6 +173,8 @@ def test_layouts_change_no_token(
         chunk_tokens=CHUNK,
         kv_bytes=tight(folders[family], family, layout),
         draft=f"ngram:{DEEPEST}",
+        halves=TURNS.get(layout),
+        shared_beside=8 if (family, layout) == ("deepseek-v4", "tp2") else None,
     )
     closing.append(engine)
     source, hits = Mixed(rng, FOLDERS[family]), 0

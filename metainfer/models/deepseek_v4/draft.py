@@ -21,6 +21,7 @@ from torch import Tensor
 from metainfer.core.step import Phase
 from metainfer.kernels.table import OpTable, PhaseOps
 from metainfer.models.common.inputs import GroupInputs, SegmentInputs
+from metainfer.models.common.lanes import alone
 from metainfer.models.deepseek_v4.layer import read_layer
 from metainfer.models.deepseek_v4.model import DeepSeekV4Model
 from metainfer.models.deepseek_v4.weights import MTP
@@ -86,7 +87,7 @@ class MtpDrafter:
         flat = ops.rmsnorm(streams.reshape(-1, width), self._norms[1], eps)  # [T N, D]
         joined = ops.linear(flat, h_proj).view(tokens, count, width)
         joined = joined + ops.linear(word, e_proj).unsqueeze(1)
-        return self._model.run([self._layer], [self._cache], joined, inputs, ops)
+        return alone(self._model.run([self._layer], [self._cache], joined, inputs, ops))
 
     def _guess(self, streams: Tensor, ops: PhaseOps) -> Tensor:
         """The likeliest id behind each row: [rows] int64."""

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.peers import SINGLE, Ranks
+from metainfer.comm.side import IN_ORDER, Done, Pending, Side
 from metainfer.core.step import ALL_LAYERS
 from metainfer.kernels.table import PhaseOps
 from metainfer.models.common.ends import Ends
 from metainfer.models.common.inputs import SegmentInputs
+from metainfer.models.common.lanes import Lane, alone
 from metainfer.models.common.spread import Part
 from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
 from metainfer.models.deepseek_v4.layer import Layer, read_layer
@@ -41,7 +43,9 @@ class Hidden:
 
 
 class DeepSeekV4Model:
-    """Holds weights; `forward` runs one segment, `logits` the head. `parts`: see `for_prompts`."""
+    """Holds weights; `forward` runs one segment, `logits` the head. `parts`: see `for_prompts`.
+    `beside`: where the shared expert of at most `beside_rows` rows is computed meanwhile; that of
+    more is computed ahead of the routed ones."""
 
     def __init__(
         self,
@@ -54,6 +58,8 @@ class DeepSeekV4Model:
         parts: Sequence[Part] = (),
     ) -> None:
         self.arch, self.ranks = arch, ranks
+        self.beside: Side = IN_ORDER
+        self.beside_rows = 0
         words = ranks.prompts if len(parts) > 1 else ranks.tensor
         ends = (packed["embed"], packed["lm_head"], arch.vocab_size)
         self.ends = Ends(*ends, words, apart=bool(parts))
@@ -92,11 +98,21 @@ class DeepSeekV4Model:
         stop_layer: int = ALL_LAYERS,
     ) -> Hidden:
         """Run the layers below `stop_layer`, then collapse the streams and norm."""
+        return alone(self.lane(inputs, caches, ops, stop_layer))
+
+    def lane(
+        self,
+        inputs: SegmentInputs,
+        caches: Sequence[Caches],
+        ops: PhaseOps,
+        stop_layer: int = ALL_LAYERS,
+    ) -> Lane[Hidden]:
+        """`forward` as a lane."""
         arch = self.arch
         last = len(self.layers) if stop_layer == ALL_LAYERS else stop_layer
         x = self.ends.words(inputs.ids, ops)  # [T, D]
         streams = x.unsqueeze(1).repeat(1, arch.streams, 1)  # [T, N, D]
-        streams = self.run(self.layers[:last], caches, streams, inputs, ops)
+        streams = yield from self.run(self.layers[:last], caches, streams, inputs, ops)
         x = ops.hyper_head(streams, *self.collapse, norm_eps=arch.norm_eps, eps=arch.hyper_eps)
         return Hidden(ops.rmsnorm(x, self.norm, arch.norm_eps), streams)
 
@@ -120,7 +136,7 @@ class DeepSeekV4Model:
         streams: Tensor,
         inputs: SegmentInputs,
         ops: PhaseOps,
-    ) -> Tensor:
+    ) -> Lane[Tensor]:
         """Layers one after the other: streams [T, N, D] in and out.
 
         What mixes a block's output into the streams and what stands before the next block are one
@@ -129,9 +145,12 @@ class DeepSeekV4Model:
         block: tuple[Tensor, ...] = ()  # output [T, D] of the last block, and its mixing weights
         for layer, cache in zip(layers, caches, strict=False):
             streams, x, *weights = self._enter(layer.attn_site, streams, block, ops)
-            block = (self._attention(x, layer, cache, inputs, ops), *weights)
+            attended = self._attention(x, layer, cache, inputs, ops)
+            yield
+            block = (attended.wait(), *weights)
             streams, x, *weights = self._enter(layer.ffn_site, streams, block, ops)
-            block = (self._experts(x, layer, inputs, ops), *weights)
+            mixed = yield from self._experts(x, layer, inputs, ops)
+            block = (mixed, *weights)
         return ops.hyper_mix(streams, *block) if block else streams
 
     def _enter(
@@ -154,7 +173,7 @@ class DeepSeekV4Model:
 
     def _attention(
         self, x: Tensor, layer: Layer, caches: Caches, inputs: SegmentInputs, ops: PhaseOps
-    ) -> Tensor:
+    ) -> Pending[Tensor]:
         arch, tokens, parts = self.arch, x.shape[0], self._parts(layer)
         kept, spread = caches, inputs.spread
         if spread is not None:
@@ -201,15 +220,17 @@ class DeepSeekV4Model:
         for part, heads in zip(parts, o.chunk(len(parts), dim=1), strict=True):
             z = ops.out_group(heads, part.wo_a, groups=arch.o_groups)  # [T, G * o_rank]
             found.append(ops.linear(z, part.wo_b))
-        return self._sum(found)
+        return self._start_sum(found)
 
     def _parts(self, layer: Layer) -> list[Layer]:
         """`layer`, and what the other ranks hold of it where that is here too."""
         return [layer, *(part[layer.number] for part in self.others)]
 
-    def _sum(self, parts: list[Tensor]) -> Tensor:
+    def _start_sum(self, parts: list[Tensor]) -> Pending[Tensor]:
         """What ranks hold parts of; those that are here are added as ranks would add them."""
-        return self.ranks.tensor.sum(parts[0]) if len(parts) == 1 else canonical_sum(parts)
+        if len(parts) > 1:
+            return Done(canonical_sum(parts))
+        return self.ranks.tensor.start_sum(parts[0])
 
     def _compress(
         self,
@@ -275,8 +296,13 @@ class DeepSeekV4Model:
         )
         return chosen
 
-    def _experts(self, x: Tensor, layer: Layer, inputs: SegmentInputs, ops: PhaseOps) -> Tensor:
-        arch = self.arch
+    def _experts(
+        self, x: Tensor, layer: Layer, inputs: SegmentInputs, ops: PhaseOps
+    ) -> Lane[Tensor]:
+        arch, ranks = self.arch, self.ranks
+        apart = None
+        if x.shape[0] <= self.beside_rows and ranks.domains.size == 1:
+            apart = self.beside.fork(lambda: self._shared(x, layer, ops))
         if layer.by_token is not None:
             ids, weights = ops.moe_route_hash(
                 x, layer.gate, layer.by_token, inputs.ids, scale=arch.routed_scale
@@ -285,36 +311,66 @@ class DeepSeekV4Model:
             ids, weights = ops.moe_route(
                 x, layer.gate, layer.bias, top_k=arch.experts_per_token, scale=arch.routed_scale
             )
-        limit = arch.limit if arch.clamp_shared else 0.0
-        shared: list[Tensor] = []
+        if ranks.domains.size > 1:
+            return (yield from self._over_domains(x, ids, weights, layer, ops))
+        shared = None if apart is not None else self._shared(x, layer, ops)[0]
+        routed = self._routed(x, ids, weights, shared, layer, ops)
+        if apart is not None:
+            routed += apart.wait()[0]
+        total = ranks.tensor.start_sum(routed)
+        yield
+        return total.wait()
+
+    def _over_domains(
+        self, x: Tensor, ids: Tensor, weights: Tensor, layer: Layer, ops: PhaseOps
+    ) -> Lane[Tensor]:
+        """The tokens of all domains meet at the experts; the shared one is computed meanwhile."""
+        domains, expert = self.ranks.domains, self.ranks.expert
+        gathered = [domains.start_rows(part) for part in (x, ids, weights)]
+        shared = self._start_sum(self._shared(x, layer, ops))
+        yield
+        x, ids, weights = (part.wait() for part in gathered)
+        routed = self._routed(x, ids, weights, None, layer, ops)
+        # This domain's rows of what all ranks computed for the tokens of all domains.
+        every = expert.size != domains.size
+        summed = (expert.start_sum if every else expert.start_sum_rows)(routed)
+        yield
+        own = summed.wait()
+        if every:
+            own = own.view(domains.size, -1, own.shape[1])[domains.rank]
+        return own + shared.wait()
+
+    def _shared(self, x: Tensor, layer: Layer, ops: PhaseOps) -> list[Tensor]:
+        """The shared expert of rows x [T, D], in the parts that are here."""
+        limit = self.arch.limit if self.arch.clamp_shared else 0.0
+        found = []
         for part in self._parts(layer):
             hidden = ops.swiglu_clamp(ops.linear(x, part.shared13), limit)
-            shared.append(ops.linear(hidden, part.shared2))
-        ranks = self.ranks
-        if ranks.domains.size > 1:  # the tokens of all domains meet at the experts
-            x, ids, weights = (ranks.domains.rows(part) for part in (x, ids, weights))
-        if ranks.expert.size > 1:
+            found.append(ops.linear(hidden, part.shared2))
+        return found
+
+    def _routed(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        layer: Layer,
+        ops: PhaseOps,
+    ) -> Tensor:
+        """The experts that are here, with `shared` added."""
+        if self.ranks.expert.size > 1:
             ids = self._held(ids)
-        beside = shared[0] if ranks.domains.size == 1 else None
-        routed: Tensor = ops.moe_experts(
-            x, ids, weights, layer.w13, layer.w2, beside, limit=arch.limit
+        found: Tensor = ops.moe_experts(
+            x, ids, weights, layer.w13, layer.w2, shared, limit=self.arch.limit
         )
-        if beside is not None:
-            return ranks.tensor.sum(routed)
-        return self._own(routed) + self._sum(shared)
+        return found
 
     def _held(self, ids: Tensor) -> Tensor:
         """Ids as this rank numbers the experts that it holds; -1 for those of others."""
         count = self.arch.experts // self.ranks.expert.size
         local = ids - self.ranks.expert.rank * count
         return local.where((local >= 0) & (local < count), -1)
-
-    def _own(self, routed: Tensor) -> Tensor:
-        """This domain's rows of what all ranks computed for the tokens of all domains."""
-        domains, expert = self.ranks.domains, self.ranks.expert
-        if expert.size == domains.size:
-            return expert.sum_rows(routed)
-        return expert.sum(routed).view(domains.size, -1, routed.shape[1])[domains.rank]
 
 
 def _beside(parts: list[Tensor]) -> Tensor:

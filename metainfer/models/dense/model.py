@@ -17,11 +17,13 @@ import torch
 
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.peers import SINGLE, Ranks
+from metainfer.comm.side import Done, Pending
 from metainfer.core.step import ALL_LAYERS
 from metainfer.kernels.table import PhaseOps
 from metainfer.kv.store.pools import PagedLayerCache
 from metainfer.models.common.ends import Ends
 from metainfer.models.common.inputs import SegmentInputs
+from metainfer.models.common.lanes import Lane, alone
 from metainfer.models.common.lowrank import LowRankPairs, adapt
 from metainfer.models.common.spread import Part
 from metainfer.models.dense.arch import DenseArch
@@ -104,6 +106,16 @@ class DenseModel:
 
         With `stop_layer` the norm applied last is that of the layer which was not run.
         """
+        return alone(self.lane(inputs, caches, ops, stop_layer))
+
+    def lane(
+        self,
+        inputs: SegmentInputs,
+        caches: Sequence[Mapping[str, Any]],
+        ops: PhaseOps,
+        stop_layer: int = ALL_LAYERS,
+    ) -> Lane[torch.Tensor]:
+        """`forward` as a lane."""
         eps = self.arch.norm_eps
         last = len(self.layers) if stop_layer == ALL_LAYERS else stop_layer
         residual = self.ends.words(inputs.ids, ops)  # [T, H]
@@ -113,10 +125,12 @@ class DenseModel:
             found = [
                 self._attention(x, at, layers, cache, inputs, ops) for at in range(len(layers))
             ]
-            y = self._sum(found)
-            x, residual = ops.add_rmsnorm(y, residual, layers[0].mlp_norm, eps)
-            y = self._sum([_mlp(x, layer, inputs, ops) for layer in layers])
-            x, residual = ops.add_rmsnorm(y, residual, self._norm_of(index + 1), eps)
+            y = self._start_sum(found)
+            yield
+            x, residual = ops.add_rmsnorm(y.wait(), residual, layers[0].mlp_norm, eps)
+            y = self._start_sum([_mlp(x, layer, inputs, ops) for layer in layers])
+            yield
+            x, residual = ops.add_rmsnorm(y.wait(), residual, self._norm_of(index + 1), eps)
         return x
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -132,9 +146,9 @@ class DenseModel:
         """Logits [R, V] of normed rows [R, H]."""
         return self.ends.logits(rows, ops.linear)
 
-    def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _start_sum(self, parts: list[torch.Tensor]) -> Pending[torch.Tensor]:
         """What ranks hold parts of; those that are here are added as ranks would add them."""
-        return self.peers.sum(parts[0]) if len(parts) == 1 else canonical_sum(parts)
+        return self.peers.start_sum(parts[0]) if len(parts) == 1 else Done(canonical_sum(parts))
 
     def _attention(
         self,

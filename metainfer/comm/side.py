@@ -1,0 +1,57 @@
+"""Work that nothing waits for yet, and where it is done meanwhile.
+
+A fork begins behind all that was asked for before it; who waits for it goes on behind its end. On a
+card that is a stream beside the current one, elsewhere the order of calls, so both give the same
+bits. Collectives of a rank share one side: every rank makes the same calls, so one stream carries
+them in one order everywhere, and no two ranks can wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+Value = TypeVar("Value", covariant=True)
+
+
+class Pending(Protocol[Value]):
+    """What a fork will give. Nobody may touch what it reads or writes before `wait`, once."""
+
+    def wait(self) -> Value: ...
+
+
+class Side(Protocol):
+    """Where forks go."""
+
+    def fork(self, work: Callable[[], T]) -> Pending[T]:
+        """Begin `work` behind what was asked for so far."""
+        ...
+
+    def run(self, work: Callable[[], T]) -> T:
+        """`work` at once, but behind every open fork."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Pending[T]):
+    """A fork that has ended."""
+
+    value: T
+
+    def wait(self) -> T:
+        return self.value
+
+
+class InOrder:
+    """No other stream: a fork is done when it is asked for."""
+
+    def fork(self, work: Callable[[], T]) -> Pending[T]:
+        return Done(work())
+
+    def run(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+IN_ORDER = InOrder()
