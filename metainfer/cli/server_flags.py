@@ -107,6 +107,10 @@ class ServerFlags:
         float,
         _flag("--hang-after", WATCH, "seconds after which a step hangs; 0 = none does"),
     ] = 120.0
+    try_limit: Annotated[
+        bool,
+        _flag("--try-limit", WATCH, "before ready, serve one prompt as long as the plan promises"),
+    ] = False
     max_restarts: Annotated[
         int, _flag("--max-restarts", WATCH, "restarts of a dead engine within ten minutes")
     ] = 3
@@ -168,7 +172,7 @@ class ServerFlags:
         from metainfer.engine.protocol import Guards
         from metainfer.executor.protocol import NanGuard
 
-        return Guards(NanGuard(self.nan_guard), self.hang_after)
+        return Guards(NanGuard(self.nan_guard), self.hang_after, self.try_limit)
 
     def _check(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -22,6 +22,7 @@ from metainfer.core.step import Phase, RequestOutput, StepPlan
 from metainfer.engine.devices import open_executor
 from metainfer.engine.drift import drift
 from metainfer.engine.grammars import GrammarDesk, open_library
+from metainfer.engine.limit import try_limit
 from metainfer.engine.machine import Machine, open_machine
 from metainfer.engine.protocol import EngineInfo, EngineStats, Fault, Guards, Progress
 from metainfer.engine.recorder import FlightRecorder
@@ -134,6 +135,9 @@ class Engine:
             ahead=cast("LocalExecutor", self._executor) if resolved.plan.overlap else None,
         )
         plan = resolved.plan
+        if self._guards.try_limit:
+            with self._phase("a request at the limit"):
+                try_limit(self, plan.limits.max_context, resolved.arch.vocab_size, self._note)
         self.compiles.open()
         return EngineInfo(
             model=model.source.reference,

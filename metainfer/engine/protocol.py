@@ -23,10 +23,12 @@ class Guards(msgspec.Struct, frozen=True):
     """How closely an engine is watched. Decides nothing of what it computes.
 
     `nan_guard`: see `NanGuard`. `hang_after_s`: a step that takes longer hangs; 0 = none does.
+    `try_limit`: serve a request as long as the plan promises before ready.
     """
 
     nan_guard: NanGuard = NanGuard.LOGITS
     hang_after_s: float = 120.0
+    try_limit: bool = False
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -79,6 +81,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     abandoned_steps: int = 0  # steps for which memory did not suffice
     overlapped_steps: int = 0  # launched before the step ahead of them was read
     step_waits: dict[str, int] = {}  # steps that had to wait for the one ahead, by reason
+    step_draws: dict[str, int] = {}  # draws behind captured steps, by how they were launched
     emulated_calls: int = 0  # collectives of which all peers were a stand-in
     emulated_wait_s: float = 0.0  # seconds in them, none of which overlapped with compute
 

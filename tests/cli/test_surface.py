@@ -32,7 +32,7 @@ FLAGS: dict[tuple[str, ...], set[str]] = {
         "--max-pending", "--max-body", "--max-headers", "--limit", "--request-timeout",
         "--body-timeout", "--priority-order", "--drain-grace", "--keep-alive",
         "--served-model-name", "--chat-template",
-        "--nan-guard", "--hang-after", "--max-restarts", "--metrics-compat",
+        "--nan-guard", "--hang-after", "--try-limit", "--max-restarts", "--metrics-compat",
         "--otlp-endpoint", "--machine", "--json",
     },
     ("generate",): ENGINE | ADAPTERS | SAMPLING | {"--prompt", "--stop", "--chat", "--json"},
