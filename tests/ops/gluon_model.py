@@ -38,6 +38,8 @@ def value(x: Any) -> Value:
 class Pointer:
     """Elements of a flat tensor at `at`."""
 
+    type = SimpleNamespace(layout=None)
+
     def __init__(self, data: Tensor, at: Any = 0) -> None:
         self.data, self.at = data, at
         self.dtype = SimpleNamespace(element_ty=data.dtype)
@@ -50,14 +52,26 @@ class Pointer:
         if mask is None:
             return value(self.data[at])
         at, mask = torch.broadcast_tensors(at, torch.as_tensor(mask))
-        found = torch.full(at.shape, other, dtype=self.data.dtype)
-        found[mask] = self.data[at[mask]]
+        found = torch.zeros(at.shape, dtype=self.data.dtype)
+        if other is not None:
+            found.fill_(other)
+        _bits(found)[mask] = _bits(self.data)[at[mask]]
         return value(found)
 
     def write(self, x: Any, mask: Any = True) -> None:
         x = torch.as_tensor(x).to(self.data.dtype).as_subclass(Tensor)
         at, x, mask = torch.broadcast_tensors(torch.as_tensor(self.at), x, torch.as_tensor(mask))
         self.data[at[mask]] = x[mask]
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Numbers of one byte as bytes, which torch indexes."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def _poison(x: Tensor) -> None:
+    """NaN; integers that stand for nothing."""
+    x.fill_(torch.nan if x.is_floating_point() else 0x7FC07FC0)
 
 
 class Memory:
@@ -68,6 +82,9 @@ class Memory:
 
     def index(self, i: Any) -> Memory:
         return Memory(self.data[int(i)])
+
+    def slice(self, first: Any, length: int, axis: int) -> Memory:
+        return Memory(self.data.narrow(axis, int(first), length))
 
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.data.permute(order))
@@ -82,16 +99,18 @@ class Memory:
 class Product:
     """A matrix product under way."""
 
-    def __init__(self, a: Memory, b: Memory, add: Tensor) -> None:
-        self.a, self.b, self.add = a, b, add
-        self.operands = (a.data.clone(), b.data.clone())
+    def __init__(self, a: Memory | Value, b: Memory, add: Tensor) -> None:
+        self.a = a if isinstance(a, Memory) else Memory(a)
+        self.b, self.add = b, add
+        self.operands = (self.a.data.clone(), b.data.clone())
         self.done: Value | None = None
 
     def finish(self) -> None:
         for now, then in zip((self.a.data, self.b.data), self.operands, strict=True):
+            now, then = now.to(self.add.dtype), then.to(self.add.dtype)
             assert torch.equal(now.nan_to_num(7), then.nan_to_num(7)), "an operand changed"
-        assert not any(part.isnan().any() for part in self.operands), "an operand had not arrived"
         a, b = (part.to(self.add.dtype) for part in self.operands)
+        assert not (a.isnan().any() or b.isnan().any()), "an operand had not arrived"
         self.done = value(self.add + a @ b)
 
 
@@ -101,17 +120,17 @@ class Machine:
     def __init__(self) -> None:
         self.ids: tuple[int, ...] = ()
         self.grid: tuple[int, ...] = ()
-        self.copies: list[list[tuple[Memory, Pointer]]] = []
-        self.open: list[tuple[Memory, Pointer]] = []
+        self.copies: list[list[tuple[Memory, Pointer, Any]]] = []
+        self.open: list[tuple[Memory, Pointer, Any]] = []
         self.products: list[Product] = []
 
     def start(self, ids: tuple[int, ...]) -> None:
         assert not self.products, "a program ended before its products"
         self.ids, self.copies, self.open = ids, [], []
 
-    def copy(self, target: Memory, source: Pointer) -> None:
-        target.data.fill_(torch.nan)
-        self.open.append((target, source))
+    def copy(self, target: Memory, source: Pointer, mask: Any = None) -> None:
+        _poison(target.data)
+        self.open.append((target, source, mask))
 
     def commit(self) -> None:
         self.copies.append(self.open)
@@ -119,11 +138,16 @@ class Machine:
 
     def wait_copies(self, left: int) -> None:
         while len(self.copies) > left:
-            for target, source in self.copies.pop(0):
-                target.data.copy_(source.read())
+            for target, source, mask in self.copies.pop(0):
+                target.data.copy_(source.read(mask))
 
     def multiply(
-        self, a: Memory, b: Memory, add: Tensor, use_acc: bool = True, is_async: bool = False
+        self,
+        a: Memory | Value,
+        b: Memory,
+        add: Tensor,
+        use_acc: bool = True,
+        is_async: bool = False,
     ) -> Product:
         assert is_async
         self.products.append(Product(a, b, add if use_acc else torch.zeros_like(add)))
@@ -157,17 +181,24 @@ class Kernel:
         return launch
 
 
+def _allocated(dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
+    held = Memory(torch.zeros([int(n) for n in shape], dtype=dtype))
+    _poison(held.data)
+    return held
+
+
 def _language(machine: Machine) -> ModuleType:
     gl = ModuleType("triton.experimental.gluon.language")
     anything = lambda *args, **more: None  # noqa: E731
     for name in (
         "NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "NVMMASharedLayout", "barrier",
-        "DotOperandLayout",
+        "DotOperandLayout", "SwizzledSharedLayout",
     ):  # fmt: skip
         setattr(gl, name, anything)
     functions: dict[str, Any] = {
         "int32": torch.int32, "int64": torch.int64, "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
+        "bfloat16": torch.bfloat16, "int8": torch.int8, "float8e4nv": torch.float8_e4m3fn,
+        "constexpr": lambda x: x, "static_range": range,
         "program_id": lambda axis: value(machine.ids[axis]),
         "num_programs": lambda axis: value(machine.grid[axis]),
         "load": lambda p, mask=None, other=None: p.read(mask, other),
@@ -179,18 +210,17 @@ def _language(machine: Machine) -> ModuleType:
         "minimum": lambda a, b: value(torch.minimum(torch.as_tensor(a), torch.as_tensor(b))),
         "maximum": lambda a, b: value(torch.maximum(torch.as_tensor(a), torch.as_tensor(b))),
         "where": lambda c, a, b: value(torch.where(c, a, b)),
-        "exp2": torch.exp2,
+        "exp": torch.exp, "exp2": torch.exp2,
+        "permute": lambda x, order: x.permute(order),
         "max": lambda x, axis: x.amax(axis),
         "sum": lambda x, axis: x.sum(axis),
         "cdiv": lambda a, b: (a + b - 1) // b,
         "split": lambda x: x.unbind(-1),
         "join": lambda a, b: torch.stack((a, b), -1),
         "reshape": lambda x, shape: x.reshape(tuple(shape)),
-        "convert_layout": lambda x, layout: x,
+        "convert_layout": lambda x, layout, assert_trivial=False: x,
         "multiple_of": lambda x, n: x,
-        "allocate_shared_memory": lambda dtype, shape, layout: Memory(
-            torch.full(shape, torch.nan, dtype=dtype)
-        ),
+        "allocate_shared_memory": _allocated,
     }  # fmt: skip
     for name, function in functions.items():
         setattr(gl, name, function)
@@ -211,8 +241,9 @@ def _standing_for(modules: dict[str, ModuleType]) -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def loaded(path: Path) -> ModuleType:
-    """The kernels of a file, for the host."""
+def loaded(path: Path, *others: str, asm: Callable[..., Any] | None = None) -> ModuleType:
+    """The kernels of a file, for the host. `others`: modules of its package that it imports kernel
+    code from, in order. `asm`: what ``inline_asm_elementwise`` means."""
     machine = Machine()
     gluon = ModuleType("triton.experimental.gluon")
     jit = lambda body=None, **more: Kernel(body, machine) if body else jit  # noqa: E731
@@ -229,6 +260,7 @@ def loaded(path: Path) -> ModuleType:
     )
     ampere = ModuleType("ampere")
     language = _language(machine)
+    language.__dict__["inline_asm_elementwise"] = asm
     gluon.__dict__.update(jit=jit, language=language)
     ampere.__dict__.update(
         async_copy=copies, mma_v2=lambda a, b, add: add + a.to(add.dtype) @ b.to(add.dtype)
@@ -241,10 +273,17 @@ def loaded(path: Path) -> ModuleType:
         f"{root}.language.nvidia.ampere": ampere, f"{root}.language.nvidia.hopper": hopper,
     }  # fmt: skip
     modules["triton.experimental"].__dict__["gluon"] = gluon
+    names = {name: f"metainfer.ops.{path.parent.name}.{name}" for name in others}
+    with _standing_for(modules | {full: ModuleType(full) for full in names.values()}):
+        for name, full in names.items():
+            sys.modules[full] = _executed(path.with_name(f"{name}.py"))
+        return _executed(path)
+
+
+def _executed(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{path.stem}_on_host", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     module.__dict__["range"] = lambda *ends: map(value, range(*map(int, ends)))
-    with _standing_for(modules):
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
