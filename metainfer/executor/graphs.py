@@ -7,10 +7,11 @@ op by op: the same ops on the same shapes, equal bit for bit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from metainfer.core.plan import StepGraph
 from metainfer.core.step import ALL_LAYERS, Phase, RankTokens, Segment
+from metainfer.executor.drawing import CapturedDraws, StepDraws, first_rows
 from metainfer.executor.inputs import adapter_places, step_ids
 from metainfer.executor.static import DeviceTables, StepBuffers, step_inputs
 from metainfer.executor.transfer import to_device
@@ -36,7 +38,7 @@ class StaticOutput:
     `logits` [R, V]: in decode and verify of every token, else of each run's last. `finite` bool
     [T]: whether each token's row for the head is; None in decode, where logits show it. `best`: the
     likeliest token of each row, where the sampler can be captured. `hidden`, `inputs`: for a model
-    that drafts.
+    that drafts. `draws`: graphs that draw from these very logits; None where they are of no graph.
     """
 
     logits: Tensor
@@ -44,6 +46,7 @@ class StaticOutput:
     best: SampleOutput | None
     hidden: Any
     inputs: SegmentInputs
+    draws: CapturedDraws | None = None
 
 
 class Replayed(Protocol):
@@ -53,8 +56,14 @@ class Replayed(Protocol):
 
 
 Step = Callable[[], StaticOutput]
-Capture = Callable[[Step], tuple[Replayed, StaticOutput]]
-"""Runs a step once or more, the last time recording it; what it left is rewritten by replays."""
+Left = TypeVar("Left")
+
+
+class Capture(Protocol):
+    """Runs a step once or more, the last time recording it; what it left is rewritten by
+    replays."""
+
+    def __call__(self, step: Callable[[], Left], /) -> tuple[Replayed, Left]: ...
 
 
 @cache
@@ -70,7 +79,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, step: Step) -> tuple[Replayed, StaticOutput]:
+    def __call__(self, step: Callable[[], Left], /) -> tuple[Replayed, Left]:
         side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -94,7 +103,8 @@ class _Held:
 
 
 class StaticSteps:
-    """The captured steps of one executor. `replays`: how many steps each phase replayed."""
+    """The captured steps of one executor. `replays`: how many steps each phase replayed; `draws`:
+    how the draws of such steps were launched (`sampler.launch_draws`)."""
 
     def __init__(
         self, parts: LocalParts, tables: DeviceTables, capture: Capture | None = None
@@ -103,6 +113,7 @@ class StaticSteps:
         self._capture = capture or CudaCapture()
         self._held: dict[Phase, list[_Held]] = {}
         self.replays: dict[Phase, int] = {}
+        self.draws = Counter[str]()
 
     @torch.inference_mode()
     def capture(self, shape: StepGraph) -> None:
@@ -123,6 +134,8 @@ class StaticSteps:
             return StaticOutput(logits, finite, best, hidden, inputs)
 
         graph, out = self._capture(step)
+        if draws:
+            out.draws = CapturedDraws(out.logits, ops.sample, self._capture)
         if parts.model_drafts is None:
             out.hidden = None  # its memory is free for the buckets to come
         listed = self._held.setdefault(phase, [])
@@ -179,8 +192,10 @@ class StaticSteps:
         )
 
 
-def rows_of(out: StaticOutput, segment: Segment) -> tuple[Tensor, SampleOutput | None]:
-    """Logits [R, V] of the rows that the segment asks for, in order, and their likeliest tokens."""
+def rows_of(
+    out: StaticOutput, segment: Segment, counts: Counter[str]
+) -> tuple[Tensor, StepDraws | None]:
+    """Logits [R, V] of the rows that the segment asks for, in order, and how to draw from them."""
     runs = segment.ranks[0].runs
     if segment.phase is Phase.VERIFY:
         at, wanted = 0, list[int]()
@@ -192,6 +207,6 @@ def rows_of(out: StaticOutput, segment: Segment) -> tuple[Tensor, SampleOutput |
         wanted = [number for number, run in enumerate(runs) if run.logits]
     if len(wanted) != at:
         return out.logits[to_device(np.array(wanted, np.int64), out.logits.device)], None
-    if out.best is None:
+    if out.best is None or out.draws is None:
         return out.logits[:at], None
-    return out.logits[:at], SampleOutput(tokens=out.best.tokens[:at], bad=out.best.bad[:at])
+    return out.logits[:at], StepDraws(first_rows(out.best, at), out.draws, counts)

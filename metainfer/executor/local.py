@@ -33,6 +33,7 @@ from metainfer.core.step import (
     StepResult,
     TokenRun,
 )
+from metainfer.executor.drawing import StepDraws
 from metainfer.executor.finite import FiniteTrace, Place, owners_of
 from metainfer.executor.graphs import Capture, CudaCapture, StaticSteps, rows_of
 from metainfer.executor.halves import halves
@@ -50,7 +51,6 @@ from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.pools import KVStore
 from metainfer.models.common.inputs import SegmentInputs
 from metainfer.models.common.lanes import interleave
-from metainfer.ops.sample.inputs import SampleOutput
 
 if TYPE_CHECKING:
     from metainfer.comm.emulated_ranks import EmulatedRanks
@@ -266,6 +266,11 @@ class LocalExecutor:
             self._op_by_op = False
 
     @property
+    def draws(self) -> dict[str, int]:
+        """How the draws behind captured steps were launched, and how often (`sampler`)."""
+        return {} if self._static is None else dict(self._static.draws)
+
+    @property
     def held_bytes(self) -> dict[str, int]:
         """Bytes in fact held, by ledger kind; the plan's ledger predicted them."""
         return {"weights": self._parts.weight_bytes, "kv": self._parts.store.nbytes}
@@ -304,8 +309,8 @@ class LocalExecutor:
         if self._static is not None:
             out = self._static.run(segment, self._slots, eager=self._op_by_op)
             if out is not None:
-                (rows, best), finite = rows_of(out, segment), out.finite
-                return self._finish(segment, rows, lambda: finite, out.hidden, out.inputs, best)
+                (rows, step), finite = rows_of(out, segment, self._static.draws), out.finite
+                return self._finish(segment, rows, lambda: finite, out.hidden, out.inputs, step)
         if self._in_halves(segment):
             return self._halved(segment, rank, phase_ops)
         host = build(rank, self._slots, parts.groups)
@@ -350,15 +355,15 @@ class LocalExecutor:
         finite: Callable[[], torch.Tensor | None],
         hidden: Any,
         inputs: SegmentInputs,
-        best: SampleOutput | None = None,
+        step: StepDraws | None = None,
     ) -> Settle:
-        """Draw, look at rows that show no logits, and let a model that drafts propose. `best`: what
-        a captured step drew already, for rows that want the likeliest token."""
+        """Draw, look at rows that show no logits, and let a model that drafts propose. `step`: what
+        a captured step has for the draws of its rows."""
         parts, runs = self._parts, segment.ranks[0].runs
         ops, guard = parts.ops.phase(segment.phase), self.nan_guard is not NanGuard.OFF
         draws = None
         if logits is not None and len(logits):
-            draws = launch_draws(logits, runs, self._slots, ops, best=best)
+            draws = launch_draws(logits, runs, self._slots, ops, step=step)
             late = parts.overlap and not segment.drafts
             if late and self._tables is not None and draws.drawn is not None:
                 self._tables.note(runs, draws.drawn)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import NON_FINITE, RunResult, TokenLogprobs, TokenRun
+from metainfer.executor.drawing import StepDraws, narrows
 from metainfer.executor.slots import SlotState, SlotTable
 from metainfer.executor.speculative import accepted, drafts_of
 from metainfer.executor.transfer import to_device, to_host, wait_for
@@ -26,6 +27,11 @@ from metainfer.ops.sample.inputs import NO_LOGPROBS, SampleInputs, SampleOutput,
 from metainfer.ops.sample.ref import best
 
 _FAULT = 1 << 32
+
+LIKELIEST, CAPTURED = "likeliest", "captured"
+"""How rows behind a captured step are drawn: as part of it · by a graph of their own. Else op by
+op, and why: a name of `_Row.apart`, or `UNEVEN`, some rows that have logits do not draw."""
+UNEVEN = "uneven"
 
 SCORED_ROWS = 128
 """Prompt rows scored at once: each holds a few float32 copies of the vocabulary while it is."""
@@ -56,6 +62,19 @@ class _Row:
         """Whether the draw is the likeliest token, and no more is to be said of it."""
         params = self.state.params
         return self.state.bare and params.greedy and self.generated >= params.min_tokens
+
+    @property
+    def apart(self) -> str:
+        """What the draw asks for that a captured draw does not know; empty where it is nothing."""
+        params, state = self.state.params, self.state
+        asked = {
+            "min_tokens": self.generated < params.min_tokens,
+            "mask": state.grammar is not None or bool(params.allowed_token_ids),
+            "history": params.counts_tokens,
+            "bias": bool(params.logit_bias),
+            "logprobs": params.logprobs is not None,
+        }
+        return next((name for name, wanted in asked.items() if wanted), "")
 
 
 @dataclass(slots=True)
@@ -128,12 +147,12 @@ def launch_draws(
     table: SlotTable,
     ops: PhaseOps,
     *,
-    best: SampleOutput | None = None,
+    step: StepDraws | None = None,
 ) -> Draws:
     """Draw for every sampling run, and score prompt tokens where asked.
 
-    `logits` [R, V] holds the rows of all runs that need any, in order. `best`: the likeliest token
-    of each row, where it is known already.
+    `logits` [R, V] holds the rows of all runs that need any, in order. `step`: what the captured
+    step that left them has for their draws.
     """
     states = [table.states[run.slot] for run in runs]
     proposed = [drafts_of(run, state) for run, state in zip(runs, states, strict=True)]
@@ -153,11 +172,25 @@ def launch_draws(
     prompt = _prompt_logprobs(logits, runs, states)
     if not rows:
         return Draws(runs, states, rows, proposed, prompt, None, None)
-    if best is not None and len(best.tokens) == len(rows) and all(row.likeliest for row in rows):
-        output = best
-    else:
+    output = None if step is None else _of_step(step, rows)
+    if output is None:
         output = ops.sample(drawn, gather(rows, logits.device))
     return Draws(runs, states, rows, proposed, prompt, _Arriving.of(output), output.tokens)
+
+
+def _of_step(step: StepDraws, rows: Sequence[_Row]) -> SampleOutput | None:
+    """The draws of all rows as a captured step has them; None where one asks for more."""
+    if len(step.best.tokens) != len(rows):
+        how = UNEVEN
+    elif all(row.likeliest for row in rows):
+        how = LIKELIEST
+    else:
+        plain = (row.state.bare and row.generated >= row.state.params.min_tokens for row in rows)
+        how = CAPTURED if all(plain) else next(filter(None, (row.apart for row in rows)))
+    step.counts[how] += 1
+    if how == LIKELIEST:
+        return step.best
+    return step.draw([(row.state.params, row.index) for row in rows]) if how == CAPTURED else None
 
 
 def finish_runs(
@@ -200,7 +233,8 @@ def fail_silent(finite: Sequence[bool], runs: Sequence[TokenRun], results: list[
 
 
 def gather(rows: Sequence[_Row], device: torch.device) -> SampleInputs:
-    """The rows' parameters as tensors; a feature that no row uses stays None."""
+    """The rows' parameters as tensors; a feature that no row uses stays None. What narrows comes
+    whole or not at all: kernels are compiled for these two forms, and captured (`drawing`)."""
     params = [row.state.params for row in rows]
 
     def column(values: Sequence[float], dtype: type[np.generic] = np.float32) -> Tensor:
@@ -224,11 +258,12 @@ def gather(rows: Sequence[_Row], device: torch.device) -> SampleInputs:
         common.update(_histories(rows, device))
     if all(p.greedy for p in params):
         return SampleInputs(greedy=True, **common)
+    narrowed = any(narrows(p) for p in params)
     return SampleInputs(
         temperature=column([p.temperature for p in params]),
-        top_k=feature("top_k", 0, np.int64),
-        top_p=feature("top_p", 1.0),
-        min_p=feature("min_p", 0.0),
+        top_k=column([p.top_k for p in params], np.int64) if narrowed else None,
+        top_p=column([p.top_p for p in params]) if narrowed else None,
+        min_p=column([p.min_p for p in params]) if narrowed else None,
         seed=column([p.seed or 0 for p in params], np.int64),
         index=column([row.index for row in rows], np.int64),
         **common,

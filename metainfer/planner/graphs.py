@@ -85,26 +85,37 @@ def choose(
     """Of the steps `wanted`, those of phases whose every op can be captured.
 
     A phase with an op that cannot loses with that op's name: it pays every launch. Behind a
-    captured step run draws and a draft model's own steps; likeliest tokens are part of the step
-    where the sampler can be captured.
+    captured step run a draft model's own steps, and draws that ask for more than a temperature and
+    filters; other draws are captured too where the sampler can be, and likeliest tokens with the
+    step.
     """
     if device not in CAPTURES:
         return GraphChoice((), f"steps on {device} are not captured")
     against: dict[str, dict[str, Reason]] = {}
+    drawn: dict[str, Reason] = {}
     for choice in selection.bundle.choices:
         request, impl = choice.request, choice.impl
-        if request.op != "sample" and not impl.graph_safe:
-            text = f"{impl.id} at {request.site} cannot be captured"
-            against.setdefault(request.phase.value, {})[impl.id] = Reason("graph", text)
+        if impl.graph_safe:
+            continue
+        reason = Reason("graph", f"{impl.id} at {request.site} cannot be captured")
+        if request.op == "sample":
+            drawn[request.phase.value] = reason
+        else:
+            against.setdefault(request.phase.value, {})[impl.id] = reason
     losers = tuple(
         Loser(f"{phase} graphs", tuple(reasons.values()))
         for phase in dict.fromkeys(shape.phase for shape in shapes)
         if (reasons := against.get(phase))
     )
+    graphs = tuple(shape for shape in shapes if shape.phase not in against)
+    losers += tuple(
+        Loser(f"{phase} draws", (drawn[phase],))
+        for phase in dict.fromkeys(shape.phase for shape in graphs)
+        if phase in drawn
+    )
     if draft.method == MODEL:
         text = "the draft model's own steps pay every launch: they are not captured yet"
         losers = (*losers, Loser("draft graphs", (Reason("not-built", text),)))
-    graphs = tuple(shape for shape in shapes if shape.phase not in against)
     if not shapes:
         return GraphChoice((), "decode runs op by op: ranks share a cache", losers)
     if not any(shape.phase == Phase.DECODE.value for shape in graphs):

@@ -255,6 +255,12 @@ class Metrics:
                 "reason",
                 stats.step_waits,
             ),
+            (
+                "step_draws",
+                "Draws of captured steps: likeliest, captured, or why they ran op by op.",
+                "how",
+                stats.step_draws,
+            ),
             ("trace_spans", "Spans by what became of them.", "result", self.spans()),
         )
         for name, text, label, counts in counted:

@@ -158,6 +158,37 @@ def test_late_reads_change_no_answer(hybrid: Engine, schedule: int) -> None:
         assert any(answer.finish is FinishReason.CANCELLED for answer in cut)
         assert {HISTORY, OP_BY_OP} <= set(after.step_waits)
         assert {Phase.DECODE, Phase.MIXED} <= set(static.replays)
+        assert {"history", "bias", "min_tokens"} <= set(static.draws)
+
+
+def test_captured_draws_change_no_answer(hybrid: Engine) -> None:
+    """Requests that ask for no more than a temperature and filters are drawn by graphs alone."""
+    rng = random.Random(7)
+    listed = []
+    for number in range(8):
+        params = SamplingParams(
+            temperature=0.0 if number < 3 else 1.3,
+            top_k=(0, 0, 40)[number % 3],
+            top_p=(1.0, 0.8)[number % 2],
+            seed=number,
+            max_tokens=6 + number,
+        )
+        prompt = tuple(rng.randrange(3, 256) for _ in range(rng.randrange(1, 50)))
+        listed.append((number // 3 * 9, f"{number}", prompt, params))
+
+    def answers(word: str) -> list[tuple[int, ...]]:
+        made = [(turn, Request(word + name, *rest)) for turn, name, *rest in listed]
+        return [tuple(answer.tokens) for answer in play(hybrid, made)]
+
+    wanted, before = answers("now"), hybrid.stats().step_draws
+    static = overlap_steps(hybrid, V4_SHAPES)
+    try:
+        assert answers("graph") == wanted and before == {}
+        assert hybrid.stats().step_draws == static.draws
+        assert set(static.draws) <= {"likeliest", "captured", "uneven"}
+        assert min(static.draws["likeliest"], static.draws["captured"]) > 3
+    finally:
+        release_steps(executor_of(hybrid))
 
 
 def test_an_executor_reads_by_itself_what_a_plan_asks_for(

@@ -88,6 +88,17 @@ def test_decode_graphs_are_a_decision_and_what_prevents_them_shows() -> None:
     ]
 
 
+def test_draws_that_no_graph_holds_are_told_by_phase() -> None:
+    """Law 1: steps are captured, and the plan says where their draws are not."""
+    assert not decision(resolved(concurrency=6), "graph_buckets").losers
+    plan = resolved(without=("sample/triton",), concurrency=6)
+    assert plan.plan.graph_buckets == (6, 4, 2, 1)
+    losers = {loser.value: loser.reasons for loser in decision(plan, "graph_buckets").losers}
+    assert set(losers) == {"decode draws", "chunk draws", "mixed draws"}
+    (reason,) = losers["decode draws"]
+    assert reason.message == "sample/torch at sample cannot be captured"
+
+
 def test_chunks_are_captured_up_to_what_a_step_holds() -> None:
     plan = resolved(concurrency=6, chunk_tokens=130).plan
     shapes = [(g.phase, g.tokens, g.runs) for g in plan.graphs]
