@@ -330,6 +330,7 @@ class Engine:
             emulated_calls=waited.calls if waited is not None else 0,
             overlapped_steps=self._steps.overlapped if self._steps is not None else 0,
             step_waits=dict(self._steps.waits) if self._steps is not None else {},
+            step_draws=getattr(self._executor, "draws", {}),
             emulated_wait_s=waited.us / 1e6 if waited is not None else 0.0,
         )
 
