@@ -38,7 +38,7 @@ from metainfer.comm.plan import AUTO, CommPlan, Offer, choose
 from metainfer.comm.plan_file import Tiers
 from metainfer.comm.plan_offers import COPY, Ability, cuda_abilities
 from metainfer.comm.request import ELEMENT_BYTES, Op, Precision, Request
-from metainfer.comm.side import IN_ORDER, Side
+from metainfer.comm.side import Turns
 from metainfer.comm.topology import Topology
 from metainfer.core.errors import UserError
 from metainfer.core.verdict import ACCEPT, Reason, Verdict, reject
@@ -58,7 +58,7 @@ class CardRanks:
 
     `tree`: the links of all cards of the layout; `method`: ``auto`` or a backend; `tiers`: measured
     ones; `dtype`: of the sums; `most_bytes`: of the longest sum; `sharing`: all ranks are on this
-    very device; `side`: where calls go that a model starts.
+    very device; `turns`: where calls go that a model starts.
 
     Raises:
         UserError, CommError: a rank is missing, or nothing could be opened; with every reason.
@@ -76,11 +76,11 @@ class CardRanks:
         method: str = AUTO,
         tiers: Tiers | None = None,
         sharing: bool = False,
-        side: Side = IN_ORDER,
+        turns: Turns | None = None,
     ) -> None:
         torch.cuda.set_device(device)
         self._groups: dict[tuple[int, ...], _Group] = {}
-        found = {}
+        found, turns = {}, turns or Turns()
         for role, members in place.groups().items():
             if members not in self._groups:
                 every = len(members) == place.layout.ranks
@@ -94,8 +94,8 @@ class CardRanks:
                 )
                 group.prove(dtype)
                 group.start(method, tiers or {})
-            found[role] = self._groups[members].linked(method, side)
-        self.ranks = Ranks(**found)
+            found[role] = self._groups[members].linked(method, turns)
+        self.ranks = Ranks(**found, turns=turns)
 
     def settle(self) -> None:
         """All ranks are warm: from now on a peer that does not come in time is a failure."""
@@ -190,14 +190,14 @@ class _Group:
             if isinstance(comm, CudaComm | CopyRank):
                 comm.budget_s = WARM_S
 
-    def linked(self, method: str, side: Side) -> Linked:
+    def linked(self, method: str, turns: Turns) -> Linked:
         return Linked(
             self.index,
             len(self.members),
             self.comm,
             precision=Precision.NATIVE if method == "nccl" else Precision.EXACT,
             capturing=torch.cuda.is_current_stream_capturing,
-            side=side,
+            side=turns,
         )
 
     def abort(self, cause: str) -> None:

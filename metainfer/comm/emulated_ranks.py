@@ -12,6 +12,7 @@ from metainfer.comm.pieces import Slots
 from metainfer.comm.plan import AUTO, CommPlan
 from metainfer.comm.plan_offers import COPY, CUDA_BACKENDS, cuda_abilities, offers
 from metainfer.comm.request import Op, Precision
+from metainfer.comm.side import Turns
 from metainfer.comm.topology import Topology
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class EmulatedRanks:
                 precision=Precision.NATIVE if method == "nccl" else Precision.EXACT,
                 capturing=_capturing if on_device else lambda: False,
             )
-        self.ranks = Ranks(**found)
+        self.ranks = Ranks(**found, turns=Turns())
 
     @property
     def waited(self) -> Waited:

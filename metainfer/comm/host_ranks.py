@@ -10,6 +10,7 @@ from metainfer.comm.backends.slabs import gather_bytes
 from metainfer.comm.peers import Linked, Place, Ranks
 from metainfer.comm.plan_file import Tiers
 from metainfer.comm.plan_offers import Ability
+from metainfer.comm.side import Turns
 
 
 class HostRanks:
@@ -32,7 +33,7 @@ class HostRanks:
         for ranks, comm in self._opened.items():
             self._linked[ranks] = Linked(comm.rank, comm.world, _communicator(comm, tiers))
         found = {role: self._linked[ranks] for role, ranks in place.groups().items()}
-        self.ranks = Ranks(**found)
+        self.ranks = Ranks(**found, turns=Turns())
 
     def settle(self) -> None:
         """Nothing changes once all are warm."""

@@ -8,12 +8,12 @@ order, rounded once, so every rank goes on with the same bits, unless `native` s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from metainfer.comm.api import Communicator
 from metainfer.comm.request import Op, Precision, Request
-from metainfer.comm.side import IN_ORDER, Done, Pending, Side
+from metainfer.comm.side import IN_ORDER, Done, Pending, Side, Turns
 from metainfer.core.plan import LayoutPlan
 
 if TYPE_CHECKING:
@@ -172,13 +172,14 @@ class Ranks:
 
     `tensor`: ranks that share heads and channels, one KV domain. `expert`: ranks that hold whole
     experts of one set. `domains`: one rank of each KV domain that sends tokens to that set.
-    `prompts`: ranks that share the rows of a chunk.
+    `turns`: the side of their collectives. `prompts`: ranks that share the rows of a chunk.
     """
 
     tensor: Peers = ALONE
     expert: Peers = ALONE
     domains: Peers = ALONE
     prompts: Peers = ALONE
+    turns: Turns = field(default_factory=Turns)
 
     def of_prompts(self) -> Ranks:
         """As a chunk sees them whose rows `prompts` share: each is a domain of its own."""

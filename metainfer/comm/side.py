@@ -9,7 +9,9 @@ them in one order everywhere, and no two ranks can wait for each other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -55,3 +57,28 @@ class InOrder:
 
 
 IN_ORDER = InOrder()
+
+
+class Turns(AbstractContextManager[None]):
+    """A side that is taken inside ``with``, while lanes take turns. Outside nobody would compute
+    meanwhile: there a fork is done when it is asked for."""
+
+    def __init__(self, side: Side = IN_ORDER) -> None:
+        self._side, self._taken = side, False
+
+    def __enter__(self) -> None:
+        self._taken = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._taken = False
+
+    def fork(self, work: Callable[[], T]) -> Pending[T]:
+        return (self._side if self._taken else IN_ORDER).fork(work)
+
+    def run(self, work: Callable[[], T]) -> T:
+        return (self._side if self._taken else IN_ORDER).run(work)

@@ -18,7 +18,7 @@ from metainfer.comm.peers import Place
 from metainfer.comm.plan import AUTO
 from metainfer.comm.plan_file import Tiers, parse
 from metainfer.comm.request import ELEMENT_BYTES
-from metainfer.comm.side import IN_ORDER
+from metainfer.comm.side import Turns
 from metainfer.comm.topology import from_facts, one_switch
 from metainfer.core.digest import to_plain
 from metainfer.core.env import cache_dir
@@ -163,7 +163,7 @@ def links_of(
         method=intent.collectives or AUTO,
         tiers=tiers,
         sharing=intent.one_card,
-        side=CardSide(device) if plan.halves else IN_ORDER,
+        turns=Turns(CardSide(device)) if plan.halves else None,
     )
 
 

@@ -116,6 +116,7 @@ def assemble(
             prompts=prompt_ranks(model, parts, store, resolved.groups, place, ranks, device),
             overlap=plan.overlap,
             halves=plan.halves,
+            turns=ranks.turns,
         )
     )
 

@@ -12,11 +12,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from metainfer.comm.side import Turns
 from metainfer.core.errors import InternalError
 from metainfer.core.plan import StepGraph
 from metainfer.core.request import SamplingParams
@@ -70,7 +71,7 @@ class LocalParts:
     `graphs`: what is captured, in this order. `adapters`: how many are loaded. `prompts`: who
     computes chunks whose rows ranks share. `overlap`: a captured step may be launched before the
     one ahead of it was read. `halves`: chunks of at least so many tokens are computed as two halves
-    in turns; 0: none."""
+    in turns; 0: none. `turns`: where collectives of one go while the other computes."""
 
     model: Any
     ops: OpTable
@@ -89,6 +90,7 @@ class LocalParts:
     prompts: PromptRanks | None = None
     overlap: bool = False
     halves: int = 0
+    turns: Turns = field(default_factory=Turns)
 
 
 class LocalExecutor:
@@ -334,7 +336,8 @@ class LocalExecutor:
         hosts = [build(half, self._slots, parts.groups) for half in halves(rank)]
         inputs = [host.to(parts.device) for host in hosts]
         layers, stop, model = parts.store.layers, segment.stop_layer, parts.model
-        found = interleave([model.lane(each, layers, ops, stop) for each in inputs])
+        with parts.turns:
+            found = interleave([model.lane(each, layers, ops, stop) for each in inputs])
         logits = [
             model.logits(hidden, each, ops)
             for hidden, each, host in zip(found, inputs, hosts, strict=True)
