@@ -191,7 +191,8 @@ def test_replays_give_the_bits_of_their_ops(engine: Engine, schedule: int) -> No
 
 
 def test_likeliest_tokens_are_part_of_the_step(checkpoint: Path) -> None:
-    """Where the sampler can be captured it is not called behind a step that takes argmaxes."""
+    """Where the sampler can be captured it is not called behind a step, whose own graph takes the
+    argmaxes and another one draws."""
     sites = Sites()
     engine = engine_of(checkpoint, trace=sites)
     table = executor_of(engine)._parts.ops
@@ -215,4 +216,7 @@ def test_likeliest_tokens_are_part_of_the_step(checkpoint: Path) -> None:
     assert [a.tokens for a in ask(engine, prompts, greedy)] == plain[0]
     assert steps.replays[Phase.DECODE] > 5 and calls() == before
     assert [a.tokens for a in ask(engine, prompts, drawn)] == plain[1]
-    assert calls() > before
+    assert steps.draws["captured"] > 5 and calls() == before
+    told = [replace(p, presence_penalty=0.5) for p in drawn]
+    ask(engine, prompts, told)
+    assert steps.draws["history"] > 5 and calls() > before
