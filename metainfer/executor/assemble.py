@@ -59,7 +59,6 @@ def assemble(
     """
     plan, arch = resolved.plan, resolved.arch
     layout = plan.layouts[0]
-    decoding = layout.decoding
     dtype = DTYPES[plan.model.dtype]
     _use_threads(plan, device)
     phase("weights")
@@ -71,7 +70,7 @@ def assemble(
         dtype=dtype,
         device=device,
         progress=progress,
-        shard=lambda spec: WHOLE if place is None else part_of(arch.cut(spec, decoding), place),
+        shard=lambda spec: WHOLE if place is None else part_of(arch.cut(spec, layout.decoding), place),
     )
     parts = load_parts(arch, source, layouts, weights, place, dtype=dtype, device=device)
     phase("model")
