@@ -136,7 +136,7 @@ class Machine:
             if not untried:
                 return resolved
             dtype, lanes = resolved.plan.model.dtype, self._lanes(len(untried))
-            if lanes == 1:
+            if lanes == 1 and not any(impl.library for impl in untried):
                 self.prove(untried, dtype, on_case)
                 continue
             for tried in self.prove_apart(untried, dtype, lanes=lanes):
@@ -203,12 +203,16 @@ class Machine:
         """An outcome counts from now on, and is a record."""
         self.qualified[impl.id] = found
         payload = {"passed": found.passed, "reasons": list(found.reasons)}
-        self.store.put(Record(QUALIFICATION, _key(impl, dtype), payload, {"seed": 0}))
+        self.store.put(Record(QUALIFICATION, self._key(impl, dtype), payload, {"seed": 0}))
+
+    def _key(self, impl: Impl, dtype: str) -> str:
+        library = f":{self.facts.software.get(impl.library)}" if impl.library else ""
+        return f"{impl.id}:{dtype}:{source_digest(impl)}{library}"
 
     def recall(self, dtype: str) -> None:
         """Take in this machine's records of kernels proven in `dtype` with today's sources."""
         for impl in self.registry.impls():
-            record = self.store.get(QUALIFICATION, _key(impl, dtype))
+            record = self.store.get(QUALIFICATION, self._key(impl, dtype))
             if record is not None:
                 payload: Any = record.payload
                 self.qualified[impl.id] = Qualification(
@@ -248,10 +252,6 @@ def open_machine(platform: str | None = None) -> Machine:
         store=store,
         fingerprint=found.id,
     )
-
-
-def _key(impl: Impl, dtype: str) -> str:
-    return f"{impl.id}:{dtype}:{source_digest(impl)}"
 
 
 def source_digest(impl: Impl) -> str:

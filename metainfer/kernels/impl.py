@@ -108,7 +108,9 @@ class Impl:
     portable path (`COMPATIBLE`). `cost`: predicted seconds of one call, for ranking and for the
     slowdown column. `tile`: facts read from the same table that the kernel compiles from.
     `settings`: what its function may be launched with, for `tune kernels`; the first is what it
-    does by itself. `priority` breaks ties between equal costs, higher first.
+    does by itself. `priority` breaks ties between equal costs, higher first. `library`: whose
+    kernel it is, by its name in `Facts.software`; such a one is proven in a child process only,
+    and again with another version.
     """
 
     op: str
@@ -127,6 +129,7 @@ class Impl:
     tile: Mapping[str, int] = field(default_factory=dict)
     settings: Callable[[Context], tuple[Setting, ...]] | None = None
     priority: int = 0
+    library: str = ""
 
     @property
     def id(self) -> str:

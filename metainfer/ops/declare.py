@@ -14,7 +14,7 @@ from metainfer.kernels.conditions import (
     package,
     weight_schemes,
 )
-from metainfer.kernels.impl import Context, Impl, Setting
+from metainfer.kernels.impl import Context, Impl, Numerics, Setting
 
 FLOATS = frozenset({"float32", "bfloat16", "float16", "float64"})
 SHORT = frozenset({"float32", "bfloat16", "float16"})
@@ -105,6 +105,18 @@ def portable(op: str, load: str, **more: Any) -> Impl:
         "graph_safe": True,
     }
     return _impl(op, load, "torch", base | more)
+
+
+def foreign(op: str, load: str, *, library: str, **more: Any) -> Impl:
+    """A kernel of another's library, by its adapter file; named after it."""
+    base = {
+        "name": library.replace("_", "-"),
+        "library": library,
+        "dtypes": frozenset({"bfloat16"}),
+        "numerics": Numerics.NATIVE,
+        "graph_safe": True,
+    }
+    return _impl(op, load, "vendor", base | more)
 
 
 def reference(op: str, load: str, **more: Any) -> Impl:

@@ -160,6 +160,25 @@ def build(layout: Layout, seed: int) -> Case:
     )
 
 
+def _foreign(name: str, *sequences: tuple[int, int], ratio: int = 4, top_k: int = 0) -> Layout:
+    return Layout(
+        name, sequences, hq=64, d=512, rotated=64, window=128, ratio=ratio, top_k=top_k, page=64
+    )
+
+
+FOREIGN_LAYOUTS = (
+    _foreign("foreign-1", (1, 300), top_k=32),
+    _foreign("foreign-64", (40, 90), (0, 9), (24, 300), ratio=16),
+    _foreign("foreign-256", (256, 600), top_k=96),
+    _foreign("foreign-window", (66, 90), ratio=0),
+)
+
+
+def foreign_cases(seed: int) -> list[Case]:
+    """For libraries of others: 1, 64 and 256 rows, where their forms differ."""
+    return [build(layout, seed + index) for index, layout in enumerate(FOREIGN_LAYOUTS)]
+
+
 def cases(seed: int) -> list[Case]:
     return [build(layout, seed + index) for index, layout in enumerate(LAYOUTS)]
 
@@ -203,6 +222,7 @@ def recipe(
 
 
 CASES = {"attn_sparse": cases}
+FOREIGN = {"attn_sparse": foreign_cases}
 REFERENCES = {"attn_sparse": attn_sparse}
 RECIPES = {"attn_sparse": recipe}
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context
 from metainfer.ops.attn_sparse.impls_triton import IMPLS as TRITON_IMPLS
+from metainfer.ops.attn_sparse.impls_vendor import IMPLS as VENDOR_IMPLS
 from metainfer.ops.declare_entries import LATENTS, moved, torch_and_reference, torch_static
 
 
@@ -44,6 +45,7 @@ def _cost(
 
 IMPLS = (
     *TRITON_IMPLS,
+    *VENDOR_IMPLS,
     *torch_and_reference(
         "attn_sparse",
         "kv",

@@ -26,15 +26,15 @@ def _fits(context: Context) -> Verdict:
     return shared_memory(needed)(context)
 
 
-def _entries(c: Context) -> tuple[int, int]:
+def entries_of(c: Context) -> tuple[int, int]:
     """Compressed entries of a sequence, and of them per query."""
     ratio, context, top = extent(c, "ratio", 0), extent(c, "context", 1024), extent(c, "top_k", 0)
     kept = context // ratio if ratio else 0
     return kept, min(top, kept) if top else kept
 
 
-def _keys(c: Context) -> int:
-    return min(extent(c, "context", 1024), extent(c, "window", 128)) + _entries(c)[1]
+def keys_of(c: Context) -> int:
+    return min(extent(c, "context", 1024), extent(c, "window", 128)) + entries_of(c)[1]
 
 
 def _cost(layout: str, launches: int, compute: float) -> Callable[[Context], float | None]:
@@ -42,10 +42,10 @@ def _cost(layout: str, launches: int, compute: float) -> Callable[[Context], flo
 
     def traffic(c: Context) -> float:
         queries = 2 * extent(c, "hq") * extent(c, "d") * width(c)
-        return float(extent(c, "rows") * (_keys(c) * entry_bytes(layout, c) + queries))
+        return float(extent(c, "rows") * (keys_of(c) * entry_bytes(layout, c) + queries))
 
     def operations(c: Context) -> float:
-        return 4.0 * extent(c, "rows") * extent(c, "hq") * _keys(c) * extent(c, "d")
+        return 4.0 * extent(c, "rows") * extent(c, "hq") * keys_of(c) * extent(c, "d")
 
     return roofline(traffic, operations, launches=launches, part=0.4, compute_part=compute)
 
@@ -56,7 +56,7 @@ def _scaled_cost(
     """Keys decoded by every query; or once, and then as `latent@1`."""
 
     def seconds(c: Context) -> float | None:
-        kept, listed = _entries(c)
+        kept, listed = entries_of(c)
         sequences, window = extent(c, "seqs"), extent(c, "window", 128)
         once = decodes_first(extent(c, "rows"), sequences, window, listed, kept, extent(c, "d"))
         return (decoded if once else decoding)(c)

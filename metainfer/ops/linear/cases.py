@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metainfer.core.step import Phase
 from metainfer.formats.block_codecs import BlockTensor, encode
 from metainfer.formats.blocks import FORMATS
 from metainfer.formats.quant import TORCH_DTYPES, RawTensor, Stored, quantise
@@ -150,7 +151,20 @@ def shaped(request: OpRequest, rows: int, seed: int) -> Case:
     )
 
 
+def foreign_cases(seed: int) -> list[Case]:
+    """For libraries of others: 1, 64 and 256 rows, where their forms differ."""
+    found = []
+    for index, (rows, n, k) in enumerate(((1, 256, 512), (64, 384, 1024), (256, 512, 384))):
+        for scheme in ("fp8_128", "fp8_128_f32"):
+            request = OpRequest(
+                "linear", "linear", Phase.CHUNK, "", {"n": n, "k": k}, schemes=(scheme,)
+            )
+            found.append(shaped(request, rows, seed + index))
+    return found
+
+
 SHAPED = {"linear": shaped}
+FOREIGN = {"linear": foreign_cases}
 CASES = {"linear": cases, "linear_f32": cases_f32}
 REFERENCES = {"linear": linear, "linear_f32": linear_f32}
 RECIPES = {"linear": recipe, "linear_f32": linear_f32}

@@ -24,6 +24,7 @@ from metainfer.ops.declare import (
     reference,
 )
 from metainfer.ops.linear.impls_triton import IMPLS as TRITON_IMPLS
+from metainfer.ops.linear.impls_vendor import IMPLS as VENDOR_IMPLS
 
 BIAS = frozenset({"bias"})
 BLOCKED = frozenset({"Q8_0", "Q4_0", "Q4_1"})
@@ -120,9 +121,11 @@ _recipe = roofline(
 )
 _IN_BLOCKS = (*C_ON_CPU, weight_schemes(*sorted(BLOCKED)))
 
+_ON_CARDS = TRITON_IMPLS + VENDOR_IMPLS
+
 # Seeds, from two-core measurements of a 135M model: F.linear reaches a bit over half of what
 # oneDNN's prepacked weights do; streaming 4-bit blocks wins by its bytes, not by its arithmetic.
-IMPLS = TRITON_IMPLS + tuple(
+IMPLS = _ON_CARDS + tuple(
     dataclasses.replace(impl, honours=BIAS)
     for impl in (
         compiled_c(
