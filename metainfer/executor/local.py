@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 CPU_LIMIT_TOKENS = 16
 SIZES = (24, 64, 128, 512, 1024)
 """Tokens of chunks between a few and the most: kernels change form there, and are then compiled."""
+WIDENS_FROM = 2048
+"""Context from which on, at each doubling, a short chunk is warmed: tables of pages are as wide as
+a chunk's contexts ask, and kernels change form by their width."""
 GREEDY = SamplingParams(temperature=0.0)
 DRAWS = (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=50, top_p=0.95))
 """Beside the likeliest token, which every warm step asks for: what else the sampler launches."""
@@ -123,9 +126,13 @@ class LocalExecutor:
             parts.ops.trace.know(owners_of(parts.model.layers, parts.store.layers))
         at_limit = min(parts.step_tokens, parts.max_context)
         between = [count for count in SIZES if count < at_limit]
+        wide = [
+            WIDENS_FROM << doubled
+            for doubled in range((parts.max_context // WIDENS_FROM).bit_length())
+        ]
         if parts.device.type == "cpu":
             # Host memory is not the limit there; a full chunk at the limit would cost seconds.
-            at_limit, between = min(at_limit, CPU_LIMIT_TOKENS), []
+            at_limit, between, wide = min(at_limit, CPU_LIMIT_TOKENS), [], []
         short = min(16, parts.step_tokens, parts.max_context)
         verified = min(1 + parts.drafts, parts.step_tokens, parts.max_context)
         verify = (
@@ -136,6 +143,7 @@ class LocalExecutor:
             (Phase.CHUNK, [(0, 1)]),  # attention tiles its queries by their number
             (Phase.CHUNK, [(0, short)]),
             *((Phase.CHUNK, [(0, count)]) for count in between),
+            *((Phase.CHUNK, [(context - short, short)]) for context in wide),
             (Phase.MIXED, [(0, short), (0, 1)]),
             (Phase.DECODE, [(0, 1)] * 2),
             (Phase.DECODE, [(parts.max_context - 1, 1)]),
