@@ -18,8 +18,9 @@ help: ## list targets
 demo: $(VENV)/.base ## install, fetch SmolLM2-135M, serve it, stream an answer through HTTP
 	@$(BIN)/python examples/demo.py
 
+# Without the last option files of few, long tests would come last and leave a worker idle.
 test: $(VENV)/.dev $(TRITONS) $(CLIENTS) lint types ## everything that CI runs
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev ## style and import arrows
 	$(BIN)/ruff check .
