@@ -108,4 +108,4 @@ def _open_ranks(
     group = ProcessGroup.spawn(
         RANK, layout.ranks, facts=facts, start_s=START_S, after_close=[sweep]
     )
-    return RankExecutor(group, layout, resolved.sizes.slots)
+    return RankExecutor(group, layout, resolved.sizes.slots, resolved.plan.graphs)

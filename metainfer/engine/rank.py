@@ -100,8 +100,11 @@ class Rank:
         self._side.executor.warm()
         self._links.settle()
 
-    def execute(self, plan: bytes) -> tuple[str, bytes]:
-        answer = self._side.execute(plan)
+    def submit(self, plan: bytes) -> None:
+        self._side.submit(plan)
+
+    def collect(self) -> tuple[str, bytes, float]:
+        answer = self._side.collect()
         self._links.check()
         return answer
 

@@ -8,7 +8,6 @@ first one answers; the others send a digest of their answer, and a difference en
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,11 +15,12 @@ from typing import Any, Protocol
 import msgspec
 
 from metainfer.core.errors import InternalError
-from metainfer.core.plan import LayoutPlan
-from metainfer.core.step import RunResult, StepPlan, StepResult
+from metainfer.core.plan import LayoutPlan, StepGraph
+from metainfer.core.step import ALL_LAYERS, Phase, RunResult, Segment, StepPlan, StepResult
 from metainfer.executor.domains import joined, of_domain
+from metainfer.executor.late import DRAFTS, OP_BY_OP
 from metainfer.executor.local import MOST_OPEN, LocalExecutor
-from metainfer.executor.slots import OpenGrammar
+from metainfer.executor.slots import GRAMMAR, HISTORY, OpenGrammar
 
 _plans = msgspec.msgpack.Decoder(StepPlan)
 _answers = msgspec.msgpack.Decoder(tuple[RunResult, ...])
@@ -31,15 +31,27 @@ class Group(Protocol):
 
     def call(self, method: str, *arguments: object) -> list[Any]: ...
 
+    def post(self, method: str, *arguments: object) -> None: ...
+
     def close(self, grace_s: float = ...) -> None: ...
 
 
 class RankExecutor:
-    """The engine's side. `group`: workers with the methods of `RankSide`, in rank order."""
+    """The engine's side. `group`: workers with the methods of `RankSide`, in rank order; `graphs`:
+    the steps that each of them captured.
 
-    def __init__(self, group: Group, layout: LayoutPlan, slots: int) -> None:
+    A plan is posted, and its answer read when it is collected, so ranks launch a step behind one
+    that nobody has read yet, as one device does (ADR 0033). Whether they do is up to each: what it
+    computes does not depend on when it reads. What is asked here is asked to lose no time.
+    """
+
+    def __init__(
+        self, group: Group, layout: LayoutPlan, slots: int, graphs: Sequence[StepGraph] = ()
+    ) -> None:
         self._group, self._layout, self._slots = group, layout, slots
-        self._open: deque[StepResult] = deque()
+        self._graphs = tuple(graphs)
+        self._asks: dict[int, str] = {}  # of slots whose draws ask for all tokens before them
+        self._open: deque[StepPlan] = deque()
 
     def use_grammars(self, make: OpenGrammar) -> None:
         """Every rank opens a library of its own: `make` cannot travel."""
@@ -52,12 +64,52 @@ class RankExecutor:
     def submit(self, plan: StepPlan) -> None:
         if len(self._open) >= MOST_OPEN:
             raise InternalError("three plans are open")
-        begin = time.perf_counter()
-        answers = self._group.call("execute", msgspec.msgpack.encode(plan))
-        self._open.append(self._together(plan, answers, begin))
+        for slot in plan.released:
+            self._asks.pop(slot, None)
+        for new in plan.new:
+            history = HISTORY if new.params.counts_tokens else ""
+            self._asks[new.slot] = GRAMMAR if new.params.grammar is not None else history
+        self._group.post("submit", msgspec.msgpack.encode(plan))
+        self._open.append(plan)
+
+    @property
+    def unread(self) -> bool:
+        """Whether the latest open plan may be on its way still: it was launched as captured."""
+        return bool(self._open) and not self._why_alone(self._open[-1])
+
+    def waits_for(self, plan: StepPlan) -> str:
+        """As `LocalExecutor.waits_for`, from what the engine knows."""
+        if not self.unread:
+            return ""
+        runs = (run for part in plan.segments for rank in part.ranks for run in rank.runs)
+        why = self._why_alone(plan)
+        return why or next((w for run in runs if (w := self._asks.get(run.slot, ""))), "")
+
+    def _why_alone(self, plan: StepPlan) -> str:
+        """Why ranks read a step before one is launched behind it; empty where they need not."""
+        if not all(map(self._captured, plan.segments)):
+            return OP_BY_OP
+        return DRAFTS if any(segment.drafts for segment in plan.segments) else ""
+
+    def _captured(self, segment: Segment) -> bool:
+        """Whether every domain finds a captured step that holds its part; all compute as many
+        tokens as the widest."""
+        tokens = max(rank.tokens + rank.padding for rank in segment.ranks)
+        runs = max(len(rank.runs) for rank in segment.ranks)
+        every = segment.phase in (Phase.DECODE, Phase.VERIFY)
+        ends = all(run.logits <= 1 for rank in segment.ranks for run in rank.runs)
+        return (
+            segment.stop_layer == ALL_LAYERS
+            and (every or ends)
+            and any(
+                graph.phase == segment.phase.value and graph.tokens >= tokens and graph.runs >= runs
+                for graph in self._graphs
+            )
+        )
 
     def collect(self) -> StepResult:
-        return self._open.popleft()
+        plan = self._open.popleft()
+        return self._together(plan, self._group.call("collect"))
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.submit(plan)
@@ -83,22 +135,22 @@ class RankExecutor:
         self._open.clear()
         self._group.close()
 
-    def _together(self, plan: StepPlan, answers: Sequence[Any], begin: float) -> StepResult:
+    def _together(self, plan: StepPlan, answers: Sequence[Any]) -> StepResult:
         tensor = self._layout.tensor
-        digests = [digest for digest, _ in answers]
+        digests = [digest for digest, _, _ in answers]
         for rank, digest in enumerate(digests):
             first = rank // tensor * tensor
             if digest != digests[first]:
                 raise InternalError(
                     f"ranks {first} and {rank} drew different tokens in step {plan.step}"
                 )
-        runs = [_answers.decode(body) for _, body in answers[::tensor]]
+        runs = [_answers.decode(body) for _, body, _ in answers[::tensor]]
         try:
             found = joined(plan, runs, self._slots)
         except ValueError as error:
             raise InternalError(f"step {plan.step}: {error}") from None
         common = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
-        return StepResult(plan.step, found, time.perf_counter() - begin, common)
+        return StepResult(plan.step, found, max(seconds for *_, seconds in answers), common)
 
 
 class RankSide:
@@ -119,8 +171,8 @@ class RankSide:
         self._domain, self._slots = domain, slots
         self._leads, self._level, self._shared = leads, level, shared
 
-    def execute(self, plan: bytes) -> tuple[str, bytes]:
-        """Digest of the answer, and the answer (msgpack) of a rank that leads."""
+    def submit(self, plan: bytes) -> None:
+        """Launch this domain's part."""
         mine = of_domain(
             _plans.decode(plan),
             self._domain,
@@ -128,5 +180,12 @@ class RankSide:
             level=self._level,
             shared=self._shared,
         )
-        body = msgspec.msgpack.encode(self.executor.execute(mine).runs)
-        return hashlib.sha256(body).hexdigest()[:16], body if self._leads else b""
+        self.executor.submit(mine)
+
+    def collect(self) -> tuple[str, bytes, float]:
+        """Of the oldest open plan: digest of the answer, the answer (msgpack) of a rank that leads,
+        and seconds."""
+        result = self.executor.collect()
+        body = msgspec.msgpack.encode(result.runs)
+        digest = hashlib.sha256(body).hexdigest()[:16]
+        return digest, body if self._leads else b"", result.seconds

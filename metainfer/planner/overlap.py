@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
-from metainfer.core.plan import LayoutPlan, StepGraph
+from metainfer.core.plan import StepGraph
 from metainfer.core.verdict import Reason
 from metainfer.planner.drafts import OFF
 from metainfer.planner.ranks import Cards
 
 
-def decide(
-    graphs: Sequence[StepGraph], layout: LayoutPlan, cards: Cards, ledger: DecisionLedger
-) -> bool:
+def decide(graphs: Sequence[StepGraph], cards: Cards, ledger: DecisionLedger) -> bool:
     """The plan's `overlap`: on where captured steps leave the host time beside the device."""
     against = []
     if not graphs:
         against.append(Reason("graph", "no step is captured: the host launches every op of it"))
-    if layout.ranks > 1:
-        text = f"{layout.ranks} ranks answer as a group, and are read at once"
-        against.append(Reason("not-built", text))
     if cards.draft.method != OFF:
         text = "a step that verifies drafts starts where the one ahead of it turns out to end"
         against.append(Reason("draft", text))

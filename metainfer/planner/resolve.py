@@ -345,7 +345,7 @@ class _Resolver:
             },
             graph_buckets=captured.buckets,
             graphs=captured.graphs,
-            overlap=overlap.decide(captured.graphs, layout, cards, self.ledger),
+            overlap=overlap.decide(captured.graphs, cards, self.ledger),
             halves=lanes.halves(layout, cards, self.ledger),
             shared_beside=lanes.shared_beside(layout, cards, self.ledger),
             limits=limits,

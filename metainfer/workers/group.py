@@ -7,6 +7,7 @@ tests. Groups of processes speak the same contract, so arguments and results mus
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -48,6 +49,14 @@ class WorkerGroup(Protocol):
 
         Raises:
             GroupError: any rank raised; the cause is the first by rank. Later calls raise too.
+        """
+        ...
+
+    def post(self, method: str, *arguments: object) -> None:
+        """Have one method called on every rank, and go on; what it returns is dropped.
+
+        Raises:
+            GroupError: an earlier call failed. Should this one fail, the next `call` raises it.
         """
         ...
 
@@ -105,6 +114,12 @@ class InprocGroup:
             self._failure = GroupError(rank, method, first, len(failures) - 1)
             raise self._failure from first
         return results
+
+    def post(self, method: str, *arguments: object) -> None:
+        if self._failure is not None:
+            raise self._failure
+        with contextlib.suppress(GroupError):  # kept for the next call
+            self.call(method, *arguments)
 
     def health(self) -> tuple[RankHealth, ...]:
         if self._closed:

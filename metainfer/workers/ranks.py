@@ -13,6 +13,7 @@ import secrets
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,7 @@ class ProcessGroup:
         self._children: list[Child] = []
         self._channels: list[socket.socket] = []
         self._failure: GroupError | None = None
+        self._posted: deque[str] = deque()  # methods whose answers nobody has read yet
         self._closed = False
 
     @classmethod
@@ -85,14 +87,14 @@ class ProcessGroup:
         return tuple(child.pid for child in self._children)
 
     def call(self, method: str, *arguments: object) -> list[object]:
-        if self._closed:
-            raise InternalError(f"{method} was called on a closed group")
-        if self._failure is not None:
-            raise self._failure
-        for channel in self._channels:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                wire.send(channel, wire.Invoke(method, arguments))
+        self._send(method, arguments)
+        while self._posted:
+            self._collect(self._posted.popleft(), None)
         return self._collect(method, None)
+
+    def post(self, method: str, *arguments: object) -> None:
+        self._send(method, arguments)
+        self._posted.append(method)
 
     def health(self) -> tuple[RankHealth, ...]:
         if self._closed:
@@ -140,6 +142,15 @@ class ProcessGroup:
                     log=log(rank) if log is not None else None,
                 )
             )
+
+    def _send(self, method: str, arguments: tuple[object, ...]) -> None:
+        if self._closed:
+            raise InternalError(f"{method} was called on a closed group")
+        if self._failure is not None:
+            raise self._failure
+        for channel in self._channels:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                wire.send(channel, wire.Invoke(method, arguments))
 
     def _collect(self, method: str, deadline: float | None) -> list[object]:
         """Everyone's answer in rank order, or the first cause once all have answered or had

@@ -237,7 +237,7 @@ def test_a_killed_rank_ends_the_engine_with_its_name(
     pid = group_of(engine).pids[1]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(GroupError, match="rank 1 failed in execute: rank 1 was killed by SIGKILL"):
+    with pytest.raises(GroupError, match="rank 1 failed in submit: rank 1 was killed by SIGKILL"):
         ask(engine, [[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=2))
 
 

@@ -9,9 +9,20 @@ import msgspec
 import pytest
 
 from metainfer.core.errors import InternalError
-from metainfer.core.plan import LayoutPlan
-from metainfer.core.step import Phase, RankTokens, RunResult, Segment, StepPlan, TokenRun
+from metainfer.core.plan import LayoutPlan, StepGraph
+from metainfer.core.request import GrammarSpec, SamplingParams
+from metainfer.core.step import (
+    NewRequest,
+    Phase,
+    RankTokens,
+    RunResult,
+    Segment,
+    StepPlan,
+    TokenRun,
+)
+from metainfer.executor.late import DRAFTS, OP_BY_OP
 from metainfer.executor.ranks import RankExecutor
+from metainfer.executor.slots import GRAMMAR, HISTORY
 
 LAYOUT = LayoutPlan(name="2xtp2", tensor=2, data=2)
 PLAN = StepPlan(
@@ -38,8 +49,12 @@ class Group:
         answers = []
         for rank, (token, slot) in enumerate(zip(self._tokens, self._slots, strict=True)):
             body = msgspec.msgpack.encode((RunResult(slot, (token,)),))
-            answers.append((hashlib.sha256(body).hexdigest()[:16], b"" if rank % 2 else body))
+            digest = hashlib.sha256(body).hexdigest()[:16]
+            answers.append((digest, b"" if rank % 2 else body, 0.5 + rank))
         return answers
+
+    def post(self, method: str, *arguments: object) -> None:
+        self.calls.append((method, arguments))
 
     def close(self, grace_s: float = 0.0) -> None:
         self.calls.append(("close", ()))
@@ -49,9 +64,10 @@ def test_each_domain_answers_once_in_the_plan_s_slots() -> None:
     group = Group((10, 10, 20, 20))
     result = RankExecutor(group, LAYOUT, slots=3).execute(PLAN)
     assert [(run.slot, run.tokens) for run in result.runs] == [(1, (10,)), (4, (20,))]
-    assert result.step == 3 and result.rank_digest
-    ((method, (sent,)),) = group.calls
-    assert method == "execute" and msgspec.msgpack.decode(sent, type=StepPlan) == PLAN
+    assert result.step == 3 and result.rank_digest and result.seconds == 3.5  # the slowest's
+    (method, (sent,)), then = group.calls
+    assert method == "submit" and msgspec.msgpack.decode(sent, type=StepPlan) == PLAN
+    assert then == ("collect", ())
     other = RankExecutor(Group((10, 10, 21, 21)), LAYOUT, slots=3).execute(PLAN)
     assert other.rank_digest != result.rank_digest
 
@@ -84,3 +100,70 @@ def test_three_open_plans_are_refused_and_results_come_in_order() -> None:
     with pytest.raises(InternalError, match="three plans are open"):
         executor.submit(PLAN)
     assert [executor.collect().step, executor.collect().step] == [3, 4]
+
+
+# -- launched behind an unread step ----------------------------------------------------------------
+
+DECODES = (StepGraph(phase="decode", tokens=2, runs=2),)
+"""Each domain's largest captured step: two sequences."""
+
+
+def decoding(*domains: tuple[int, ...], phase: Phase = Phase.DECODE, drafts: int = 0) -> StepPlan:
+    """A step in which each domain's slots continue."""
+    ranks = tuple(
+        RankTokens(tuple(TokenRun(slot, 0, (5,) * (1 + drafts), 1, drafts) for slot in slots))
+        for slots in domains
+    )
+    return StepPlan(4, (Segment(phase, "2xtp2", ranks, drafts=drafts),))
+
+
+def behind(plan: StepPlan, *, first: StepPlan = PLAN, params: SamplingParams | None = None) -> str:
+    """Why `plan` waits for `first`, which runs slot 1 with `params`."""
+    executor = RankExecutor(Group((10, 10, 20, 20)), LAYOUT, 3, DECODES)
+    new = NewRequest("r", 1, 0, (5,), 1, 0, params or SamplingParams())
+    executor.submit(msgspec.structs.replace(first, new=(new,)))
+    return executor.waits_for(plan)
+
+
+def test_a_captured_step_follows_one_that_nobody_has_read() -> None:
+    group = Group((10, 10, 20, 20))
+    executor = RankExecutor(group, LAYOUT, 3, DECODES)
+    assert not executor.unread
+    executor.submit(PLAN)
+    assert executor.unread and executor.waits_for(decoding((1, 2), (4,))) == ""
+    executor.submit(decoding((1, 2), (4,)))
+    assert [method for method, _ in group.calls] == ["submit", "submit"]  # nothing was read
+    assert executor.collect().step == 3 and executor.unread
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (decoding((0, 1, 2), ()), OP_BY_OP),  # more than a domain captured, however many in all
+        (decoding((1,), (4,), phase=Phase.CHUNK), OP_BY_OP),
+        (decoding((1,), (4,), drafts=1), DRAFTS),
+    ],
+)
+def test_what_a_domain_did_not_capture_or_drafts_is_read_at_once(plan: StepPlan, why: str) -> None:
+    assert behind(plan) == why
+    executor = RankExecutor(Group((10, 10, 20, 20)), LAYOUT, 3, DECODES)
+    executor.submit(plan)
+    assert not executor.unread and executor.waits_for(PLAN) == ""
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        (SamplingParams(frequency_penalty=0.5), HISTORY),
+        (SamplingParams(grammar=GrammarSpec("regex", "a+")), GRAMMAR),
+        (SamplingParams(temperature=0.7, seed=3), ""),
+    ],
+)
+def test_draws_that_ask_for_tokens_wait_for_them(params: SamplingParams, why: str) -> None:
+    assert behind(decoding((1,), (4,)), params=params) == why
+    assert behind(decoding((2,), (4,)), params=params) == ""
+    executor = RankExecutor(Group((10, 10, 20, 20)), LAYOUT, 3, DECODES)
+    new = NewRequest("r", 1, 0, (5,), 1, 0, params)
+    executor.submit(msgspec.structs.replace(PLAN, new=(new,)))
+    executor.submit(msgspec.structs.replace(decoding((2,), (4,)), released=(1,)))
+    assert executor.waits_for(decoding((1,), (4,))) == ""  # the slot is another's

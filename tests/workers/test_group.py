@@ -55,6 +55,18 @@ def test_a_failed_group_stays_failed() -> None:
     assert not any(rank.alive for rank in ranks.health())
 
 
+def test_what_was_posted_fails_at_the_next_call() -> None:
+    log: list[str] = []
+    ranks = group(log)
+    ranks.post("add", 1)
+    assert log == ["add 0", "add 1", "add 2"] and ranks.call("add", 2) == [2, 3, 4]
+    broken = group(log, 1)
+    broken.post("add", 1)
+    for once_more in (broken.call, broken.post):
+        with pytest.raises(GroupError, match="rank 1 failed in add"):
+            once_more("add", 1)
+
+
 def test_close_is_in_reverse_order_and_once() -> None:
     log: list[str] = []
     with group(log) as ranks:

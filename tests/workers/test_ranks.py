@@ -73,6 +73,23 @@ def test_the_first_cause_is_the_earliest_and_stays(tmp_path: Path) -> None:
         assert not any(health.alive for health in group.health())
 
 
+def test_posted_calls_keep_their_order_and_fail_at_the_next_call() -> None:
+    with start() as group:
+        for amount in (1, 10, 100):
+            group.post("add", amount)
+        assert group.call("add", 1000) == [1111, 1112, 1113]
+        group.post("fail", [1])
+        group.post("add", 1)
+        with pytest.raises(GroupError, match="rank 1 failed in fail: ValueError: layer 3"):
+            group.call("who")
+        with pytest.raises(GroupError, match="rank 1 failed in fail"):
+            group.post("add", 1)
+    with start() as group:
+        group.post("die", 2)
+        with pytest.raises(GroupError, match="rank 2 was killed by SIGKILL"):
+            group.call("add", 1)
+
+
 def test_what_was_heard_of_another_rank_is_not_the_cause() -> None:
     with start() as group, pytest.raises(GroupError, match="rank 1 failed in hear: RuntimeError"):
         group.call("hear", 1)
