@@ -23,7 +23,8 @@ class Rung:
 
     `stock`: what a stock engine does in its place, and where that is known from. `ops`: op ->
     implementation, `layouts`: role -> layout id, `settings`: field of an intent -> value: the
-    hold. `absent`: why the measure is no rung here, in one line; nothing is held then.
+    hold. `of`: op -> the implementation of ours that it is the other side of; any, where none is
+    named. `absent`: why the measure is no rung here, in one line; nothing is held then.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Rung:
     ops: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    of: Mapping[str, str] = field(default_factory=dict)
     absent: str = ""
 
 
@@ -56,12 +58,15 @@ _CPU = (
     ),
 )
 
+_STREAMS = ("hyper_pre", "hyper_mix_pre", "hyper_mix", "hyper_head")
+_BLOCKS = dict.fromkeys((*_STREAMS, "moe_route", "moe_route_hash", "swiglu_clamp"), "torch")
+
 _CUDA = (
     Rung(
-        name="experts as stored",
-        stock="experts are up-converted to bfloat16 where no kernel for their format fits the card "
-        "(field cases B-02, B-03)",
-        layouts={"experts": "experts-dense@1"},
+        name="experts in FP8",
+        stock="MXFP4 experts are multiplied in bfloat16, by tiles of every card: vLLM 0.26 takes "
+        "Marlin on an H200, others decode them (field cases B-02, B-03)",
+        ops={"moe_experts": "triton-bf16"},
     ),
     Rung(
         name="FP8 linear layers",
@@ -70,9 +75,21 @@ _CUDA = (
         layouts={"weight": "dense@1"},
     ),
     Rung(
+        name="sparse attention for the card",
+        stock="one kernel for every card: no wgmma, no bulk copies",
+        ops={"attn_sparse": "triton"},
+        of={"attn_sparse": "triton-wgmma"},
+    ),
+    Rung(
         name="attention over pages",
         stock="torch's `scaled_dot_product_attention` over gathered keys",
         ops={"attn_paged": "torch"},
+    ),
+    Rung(
+        name="streams and routing, fused",
+        stock="one torch operator after another: day-0 support of hyper-connections and of both "
+        "routings is the model's published code",
+        ops=_BLOCKS,
     ),
     Rung(name="small ops, fused", stock="one torch operator after another", ops=_SMALL),
     Rung(
@@ -101,7 +118,11 @@ def climbable(rungs: Iterable[Rung], plan: Plan) -> list[Rung]:
             for role, layout in rung.layouts.items()
             if plan.bundle.get(role, layout) != layout
         }
-        ops = {op: impl for op, impl in rung.ops.items() if used.get(op, impl) != impl}
+        ops = {
+            op: impl
+            for op, impl in rung.ops.items()
+            if used.get(op, impl) != impl and rung.of.get(op, used[op]) == used[op]
+        }
         if rung.layouts and not layouts:
             ops = {}
         settings = rung.settings if several else {}

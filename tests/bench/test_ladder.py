@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from metainfer.bench import ladder
-from metainfer.bench.ladder import LadderOptions, gain_row, run, text
+from metainfer.bench.ladder import TWO_ENGINES, LadderOptions, gain_row, run, text
 from metainfer.bench.ladder_picture import picture
 from metainfer.bench.offline import EngineSide
 from metainfer.bench.profiles import DAY_0, Rung, climbable, holding
@@ -17,7 +18,9 @@ from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.plan import LayoutPlan
+from metainfer.engine.elsewhere import describe
 from metainfer.ops.catalog import builtin_registry
+from metainfer.planner.opening import open_model
 
 SHORT = LadderOptions(
     prompt_tokens=9, output_tokens=3, batches=(1, 2), prefill_tokens=20, repeats=2
@@ -146,3 +149,45 @@ def test_without_any_rung_the_reasons_are_listed(monkeypatch: pytest.MonkeyPatch
     ])  # fmt: skip
     with pytest.raises(UsageError, match="no rung of the day-0 profile stands here"):
         run(Intent(model=MODEL), SHORT, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("machine", "names"),
+    [
+        ("1x-h200", ["experts in FP8", "FP8 linear layers", "sparse attention for the card",
+                     "streams and routing, fused", "small ops, fused"]),
+        ("8x-rtx-pro-6000d", ["experts in FP8", "FP8 linear layers", "streams and routing, fused",
+                              "small ops, fused"]),
+    ],
+)  # fmt: skip
+def test_deepseek_v4_has_a_day_0_on_cards(machine: str, names: list[str]) -> None:
+    """Its rungs in the order of the published stages, kernels before fusions; all holds together
+    make a plan that fits beside the finished engine."""
+    wish = Intent(
+        model="random:deepseek-v4-flash?layers=6", context=2049, concurrency=8, parallel="single",
+        memory_share=TWO_ENGINES,
+    )  # fmt: skip
+    described, model = describe(machine, wish), open_model(wish.model)
+    rungs = climbable(DAY_0["cuda"], described.resolve(model, wish).plan)
+    assert [rung.name for rung in rungs if not rung.absent] == names
+    held = described.resolve(model, holding(wish, rungs)).plan
+    assert {op.impl for key, op in held.ops.items() if key.startswith("moe_experts")} == {
+        "moe_experts/triton-bf16"
+    }
+    assert held.bundle["weight"] == "dense@1"
+
+
+def test_random_weights_are_judged_by_the_spread_of_their_answers() -> None:
+    """Rounding alone moves these; answers of another model stand further off."""
+    noise = random.Random(4)
+    truth, other = ([noise.gauss(-12.0, 1.0) for _ in range(400)] for _ in range(2))
+    near = [value + noise.gauss(0.0, 0.25) for value in truth]
+    judge = ladder._Ladder(Intent(model="random:x"), SHORT, lambda line: None)
+    judge.check(truth, "bfloat16", "all")
+    judge.check(near, "bfloat16", "some")
+    with pytest.raises(RefusedError, match="answers otherwise"):
+        judge.check(other, "bfloat16", "none")
+    real = ladder._Ladder(Intent(model="real"), SHORT, lambda line: None)
+    real.check(truth, "bfloat16", "all")
+    with pytest.raises(RefusedError, match="answers otherwise"):
+        real.check(near, "bfloat16", "some")
