@@ -1,7 +1,7 @@
 """A model as several rank processes, on one card and on two: agreement, memory, a death, speed.
 
     python benchmarks/ranks_gpu.py --out FOLDER [--layers 12] [--seconds 420] [--only CASE ...]
-        [--model random:deepseek-v4-flash] [--platform cuda] [--real]
+        [--model random:deepseek-v4-flash] [--platform cuda] [--real | --skip-agreement]
 
 Writes ``ranks_gpu.json`` after every section, and keeps what it has when one hangs: each is a
 process of its own with a time limit, and so are the ranks below it; what fails in one is written
@@ -14,9 +14,9 @@ down, and the next runs. Sections, in this order:
   no error of ranks: one process with chunks of another size shows how far it goes, and ranks may
   lie 1.25 times as far;
 * a case each: two ranks under a layout with collectives of a kind, on a card each without or with
-  peer access, or on one card (correctness: they share it by time slices). It compares, checks the
-  bytes held against the ledger, times decode and prefill at full depth where each rank has a card,
-  says which paths were taken, and kills rank 1 in mid-step;
+  peer access, on one card (correctness: they share it by time slices), or one rank alone whose peer
+  is emulated. It compares, checks the bytes held against the ledger, times decode and prefill at
+  full depth where each rank has a card, says which paths were taken, and kills rank 1 in mid-step;
 * ``single``: the same rows of one process on one card.
 
 Rows stand beside what the planner expects of them (`ranks_predicted.py`); the first case comes
@@ -46,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from gpu_check import decode_seconds, prefill_seconds, prompt_logprobs, row, submit
+from gpu_profile import kernel_shares
 from ranks_predicted import (
     BATCHES,
     CHUNK,
@@ -109,13 +110,12 @@ def prompt_of(args: argparse.Namespace, tiny: bool) -> list[int]:
 
 
 def over_ranks(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"parallel": case.layout, "halves": case.halves}
+    if case.emulated:
+        return {"parallel": case.layout, "rank_of": 2, "of_machine": MACHINE}
     if args.platform == "cpu":
-        return {"parallel": case.layout}
-    return {
-        "parallel": case.layout,
-        "collectives": case.collectives,
-        "one_card": case.cards == 1,
-    }
+        return found
+    return {**found, "collectives": case.collectives, "one_card": case.cards == 1}
 
 
 def exact(args: argparse.Namespace) -> Report:
@@ -271,17 +271,22 @@ def case_section(name: str, args: argparse.Namespace) -> Report:
         save()
         return report[key]
 
-    part("agreement", lambda: compare(case, args))
+    if not case.emulated and not args.skip_agreement:
+        part("agreement", lambda: compare(case, args))
     before = torch.cuda.mem_get_info(0)[0] if args.platform == "cuda" else 0
     engine = full(args, **over_ranks(case, args))
     report["start_phases"] = engine._phases
     part("resident", lambda: resident(engine))
-    if case.cards == 2 or args.platform == "cpu":
+    if case.cards == 2 or case.emulated or args.platform == "cpu":
         found: list[Report] = []
         report["rows"] = found
         part("timed", lambda: rows(engine, args, found, save))
-    part("paths", lambda: paths(engine))
-    part("killed", lambda: kill(engine, args))
+    if case.emulated:
+        part("costs", lambda: costs(engine, args))
+        engine.close()
+    else:
+        part("paths", lambda: paths(engine))
+        part("killed", lambda: kill(engine, args))
     if args.platform == "cuda":
         time.sleep(1.0)
         gone = before - torch.cuda.mem_get_info(0)[0]
@@ -289,6 +294,14 @@ def case_section(name: str, args: argparse.Namespace) -> Report:
         if gone > 1 << 30:
             report["back"] = {"wrong": [f"{gone:,} B of the card are not back"]}
     return report
+
+
+def costs(engine: Engine, args: argparse.Namespace) -> Report:
+    """Kernels of the longest prompt by share, waits of the emulated rank among them."""
+    if args.platform != "cuda":
+        return {}
+    submit(engine, 1, PROMPTS[-1], 1)
+    return kernel_shares(engine.step, 1)
 
 
 def paths(engine: Engine) -> list[dict[str, Any]]:
@@ -380,6 +393,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--tokens", type=int, default=300, help="of the compared prompt")
     parser.add_argument("--seconds", type=float, default=420)
+    parser.add_argument("--skip-agreement", action="store_true")
     parser.add_argument("--real", action="store_true", help="compare the real shapes too")
     parser.add_argument("--only", nargs="*", default=list(SECTIONS))
     parser.add_argument("--section", help="run one section in this process")

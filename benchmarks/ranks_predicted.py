@@ -36,28 +36,34 @@ MACHINE = "2x-h200-nop2p"
 
 @dataclass(frozen=True)
 class Case:
-    """Two ranks. `cards`: that are needed; on one, both are on it."""
+    """Two ranks. `cards`: that are needed; on one, both are on it, or `emulated`: one of them is
+    there alone. `halves`: chunks of at least so many tokens in turns by halves."""
 
     layout: str
     collectives: str
     cards: int
     environ: dict[str, str] = field(default_factory=dict)
     seconds: float = 180.0
+    halves: int | None = None
+    emulated: bool = False
 
 
 NO_PEER = {"NCCL_P2P_DISABLE": "1"}
 TIMED = {
     "two cards, cp2/tp2, host": Case("cp2/tp2", "host", 2),
     "two cards, tp2, nccl without peers": Case("tp2", "nccl", 2, NO_PEER),
-    "two cards, cp2/dp2ep2, host": Case("cp2/dp2ep2", "host", 2),
+    "two cards, ep2, host, halves": Case("ep2", "host", 2, halves=1024),
     "two cards, tp2, host": Case("tp2", "host", 2),
+    "two cards, tp2, host, halves": Case("tp2", "host", 2, halves=1024),
+    "two cards, cp2/dp2ep2, host": Case("cp2/dp2ep2", "host", 2),
+    "one card, rank 0 of tp2": Case("tp2", "host", 1, emulated=True),
     "two cards, ep2, host": Case("ep2", "host", 2),
     "two cards, ep2, nccl without peers": Case("ep2", "nccl", 2, NO_PEER),
     "two cards, tp2, ipc": Case("tp2", "ipc", 2),
     "two cards, tp2, nccl": Case("tp2", "nccl", 2),
 }
-"""Cases with a card for each rank. Of the machine named, peers are off: with them nothing is
-predicted. Side (a) is NCCL with its defaults and one layout for both phases."""
+"""Cases in which a rank has a card for itself. Peers are off on the machine named: with them
+nothing is predicted. Side (a) is NCCL with its defaults and one layout for both phases."""
 
 
 class ByNccl(Exchange):

@@ -36,7 +36,7 @@ _SIZE = re.compile(r"allocate (\d[\d.]* ?(?:[KMGT]i?B|bytes))")
 
 
 class Device(Protocol):
-    """An executor. Ranks answer as a group: they are read at once and cannot go on alone."""
+    """An executor. Ranks answer as a group and cannot go on alone."""
 
     def submit(self, plan: StepPlan) -> None: ...
 
