@@ -1,0 +1,79 @@
+"""Forks: done at once where nothing runs beside, behind and before what they must be on a card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from metainfer.comm.side import IN_ORDER, Done, Pending, Turns
+
+
+class Noted:
+    """Says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def fork(self, work: Callable[[], Any]) -> Pending[Any]:
+        self.asked.append("fork")
+        return Done(work())
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        self.asked.append("run")
+        return work()
+
+
+def test_a_fork_in_order_is_done_when_it_is_asked_for() -> None:
+    done: list[int] = []
+    pending = IN_ORDER.fork(lambda: done.append(1) or 7)
+    assert done == [1] and pending.wait() == 7 and IN_ORDER.run(lambda: 8) == 8
+
+
+def test_a_side_is_taken_while_lanes_take_turns_and_at_no_other_time() -> None:
+    side = Noted()
+    turns = Turns(side)
+    assert turns.fork(lambda: 1).wait() == 1 and turns.run(lambda: 2) == 2
+    assert side.asked == []
+    with turns:
+        assert turns.fork(lambda: 3).wait() == 3 and turns.run(lambda: 4) == 4
+    assert side.asked == ["fork", "run"]
+    with pytest.raises(ZeroDivisionError), turns:
+        turns.run(lambda: 1 // 0)
+    turns.fork(lambda: 5)
+    assert side.asked == ["fork", "run", "run"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_on_a_card_a_fork_stands_behind_what_was_asked_and_before_who_waits(
+    captured: bool,
+) -> None:
+    import torch
+
+    from metainfer.comm.card_side import CardSide
+
+    side = CardSide(torch.device("cuda", 0))
+    x, other, out = (torch.zeros(1 << 20, device="cuda") for _ in range(3))
+
+    def step() -> None:
+        torch.cuda._sleep(10_000_000)
+        x.add_(1)
+        pending = side.fork(lambda: (torch.cuda._sleep(10_000_000), x.mul_(2))[1])
+        other.add_(1)
+        second = side.run(lambda: x + 10)  # a fork is open: behind it
+        out.copy_(pending.wait() + second)
+
+    graph = torch.cuda.CUDAGraph()
+    step()
+    torch.cuda.synchronize()
+    x.zero_()
+    if captured:
+        with torch.cuda.graph(graph):
+            step()
+    for turn in range(1, 4):
+        graph.replay() if captured else step()
+        torch.cuda.synchronize()
+        wanted = 2 ** (turn + 1) - 2  # x of before, plus 1, doubled
+        assert bool((x == wanted).all()) and bool((out == 2 * wanted + 10).all())
