@@ -1,7 +1,7 @@
 """DeepSeek-V4-Flash shapes through the whole engine on one device: agreement, memory, speed.
 
     python benchmarks/v4_gpu.py --out FOLDER [--layers 12] [--model random:deepseek-v4-flash]
-        [--platform cuda] [--context 34816] [--quick] [--cold]
+        [--platform cuda] [--context 34816] [--quick] [--cold] [--only prefill]
 
 Agreement: the same weights at 4 layers with the kernels that `auto` chooses, and with every op
 pinned to its torch version, both in bf16; how far each is from the torch versions in float32. The
@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--zipf", action="store_true", help="the rows again, routing skewed")
     parser.add_argument("--skip-speed", action="store_true")
     parser.add_argument("--skip-profile", action="store_true")
+    parser.add_argument("--only", default="", help="rows whose name begins so")
     parser.add_argument("--consumer-class", action="store_true", help="see lane.py")
     args = parser.parse_args()
     report: dict[str, Any] = {"command": " ".join(sys.argv), "cold": args.cold}
@@ -101,7 +102,11 @@ def main() -> int:
 
 
 def captured_against_eager(engine: Engine, quick: bool) -> dict[str, Any]:
-    """Logits of the same mixed workload, replayed and op by op: rows, and values that differ."""
+    """Logits of the same mixed workload, replayed and op by op: rows, and values that differ.
+
+    Two of three requests draw, by graphs of their own or op by op: another token would change all
+    logits behind it.
+    """
     assert engine._executor is not None and engine.resolved is not None
     executor: Any = engine._executor
     limit, vocab = engine.resolved.plan.limits.max_context, engine.resolved.arch.vocab_size
@@ -120,7 +125,14 @@ def captured_against_eager(engine: Engine, quick: bool) -> dict[str, Any]:
 
         executor._finish = kept
         for number, prompt in enumerate(prompts):
-            params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+            kinds: tuple[Any, ...] = (
+                {"temperature": 0.0},
+                {"temperature": 0.9},
+                {"temperature": 1.0, "top_p": 0.9},
+            )
+            params = SamplingParams(
+                **kinds[number % 3], seed=number, max_tokens=24, ignore_eos=True
+            )  # fmt: skip
             engine.submit(Request(f"graph-{number}-{time.monotonic_ns()}", tuple(prompt), params))
         while engine.has_work:
             engine.step()
@@ -133,8 +145,18 @@ def captured_against_eager(engine: Engine, quick: bool) -> dict[str, Any]:
     same = [len(a) for a in replayed] == [len(b) for b in eager]
     off = sum(int((a != b).sum()) for a, b in zip(replayed, eager, strict=True)) if same else -1
     replays = dict(executor._static.replays) if executor._static is not None else {}
-    print(f"captured against eager: {len(replayed)} steps, {off} values differ; replays {replays}")
-    return {"steps": len(replayed), "values_that_differ": off, "replays": replays, "ok": off == 0}
+    draws = engine.stats().step_draws
+    print(
+        f"captured against eager: {len(replayed)} steps, {off} values differ; replays {replays}, "
+        f"draws {draws}"
+    )
+    return {
+        "steps": len(replayed),
+        "values_that_differ": off,
+        "replays": replays,
+        "draws": draws,
+        "ok": off == 0,
+    }
 
 
 def agreement(args: argparse.Namespace) -> dict[str, Any]:
@@ -274,14 +296,18 @@ def told(name: str, seconds: list[float], work: dict[str, float]) -> dict[str, A
 
 
 def rows(engine: Engine, args: argparse.Namespace, rates: dict[str, float]) -> Any:
-    batches = (1, 8) if args.quick else (1, 8, 32, 128)
+    batches: tuple[int, ...] = (1, 8) if args.quick else (1, 8, 32, 128)
+    batches = batches if "decode".startswith(args.only) else ()
     for batch in batches:
         context = min(1024, args.context // 2)
         seconds = decode_seconds(engine, batch, context, steps=16)
         work = counted(engine, [(context, 1)] * batch, batch, rates)
         measured = told(f"decode, batch {batch}, context {context}", seconds, work)
         yield measured | decode_costs(engine, batch, args)
-    lengths = (2048, 8192) if args.quick else (1024, 2048, 4096, 8192, 16384, 32768)
+    lengths: tuple[int, ...] = (
+        (2048, 8192) if args.quick else (1024, 2048, 4096, 8192, 16384, 32768)
+    )
+    lengths = lengths if "prefill".startswith(args.only) else ()
     for tokens in lengths:
         if tokens + 8 > args.context:
             continue
@@ -291,7 +317,7 @@ def rows(engine: Engine, args: argparse.Namespace, rates: dict[str, float]) -> A
             submit(engine, 1, tokens, 1)
             measured |= costs(engine, f"prefill {tokens}", args)
         yield measured
-    if not args.quick and args.context > 8200:
+    if lengths and not args.quick and args.context > 8200:
         begin = time.perf_counter()
         submit(engine, 8, 8192, 1)
         while engine.has_work:
