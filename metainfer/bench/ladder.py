@@ -218,6 +218,7 @@ class _Ladder:
                     if turn:
                         rates[name].append(rate)
             rows.append(gain_row(load.name, rates["before"], rates["after"]))
+            self.log(f"  {load.name}: {_gain(rows[-1])}")
         return rows
 
 
