@@ -117,6 +117,18 @@ def decoding(*domains: tuple[int, ...], phase: Phase = Phase.DECODE, drafts: int
     return StepPlan(4, (Segment(phase, "2xtp2", ranks, drafts=drafts),))
 
 
+WIDE = StepPlan(
+    4,
+    (
+        Segment(
+            Phase.DECODE,
+            "2xtp2",
+            (RankTokens((TokenRun(1, 0, (5,)),)), RankTokens((TokenRun(4, 0, (6, 6, 6)),))),
+        ),
+    ),
+)
+
+
 def behind(plan: StepPlan, *, first: StepPlan = PLAN, params: SamplingParams | None = None) -> str:
     """Why `plan` waits for `first`, which runs slot 1 with `params`."""
     executor = RankExecutor(Group((10, 10, 20, 20)), LAYOUT, 3, DECODES)
@@ -141,6 +153,7 @@ def test_a_captured_step_follows_one_that_nobody_has_read() -> None:
     [
         (decoding((0, 1, 2), ()), OP_BY_OP),  # more than a domain captured, however many in all
         (decoding((1,), (4,), phase=Phase.CHUNK), OP_BY_OP),
+        (WIDE, OP_BY_OP),  # and however many in the first
         (decoding((1,), (4,), drafts=1), DRAFTS),
     ],
 )
