@@ -53,8 +53,8 @@ class Poisoned(Pending[Tensor]):
 
 @dataclass
 class Peer(Alone):
-    """A rank whose peers add nothing; `rows_of` every sum in order. `open`: sums under way; `beside`: how
-    many began while another was."""
+    """A rank whose peers add nothing; `rows_of` every sum in order. `open`: sums under way;
+    `beside`: how many began while another was."""
 
     rows_of: list[int] = field(default_factory=list)
     open: int = 0
