@@ -8,8 +8,9 @@ One process on one card, or ranks on a card each. Every row compares an arm with
 same inputs in the same process, `--pairs` times; who goes first is drawn for each pair. Arms:
 
 * ``shared first``, ``routed first``: the shared expert on a stream of its own beside the routed
-  ones, its kernels launched before or behind theirs. Decode steps are captured;
-* ``turns``: the halves of a chunk in turns, the collectives of one beside the other's products;
+  ones, its kernels launched before or behind theirs: captured decode steps, over ranks with their
+  sums, and on one card chunks;
+* ``turns``: over ranks, the halves of a chunk in turns, the collectives of one beside the other's products;
   ``halves``: the same halves one collective after the other, which says what cutting costs.
 
 Seconds of a pass are those of the slowest rank. ``overlap.json`` is written after every row, with
@@ -84,17 +85,14 @@ class Ranks:
 
 
 def arms_of(phase: str, args: argparse.Namespace) -> list[str]:
-    found = ["shared first", "routed first"] if args.shared else []
     if phase == "chunk" and args.parallel:
-        found += ["turns", "halves"]
-    return found
+        return ["turns", "halves"]
+    return ["shared first", "routed first"]
 
 
 def measured(engine: Engine, ranks: Ranks, phase: str, size: int, args: Any) -> list[Any]:
     """Arm the timers, bring the engine to a step of that size, and take what they measured."""
     arms, seed = arms_of(phase, args), random.randrange(1 << 30)
-    if not arms:
-        return []
     ranks.call("arm", phase, size, arms, args.pairs, seed)
     if phase == "chunk":
         submit(engine, 1, size, 1)
@@ -151,7 +149,6 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 2048])
     parser.add_argument("--context", type=int, default=512, help="of decoding requests")
     parser.add_argument("--seconds", type=float, default=90)
-    parser.add_argument("--no-shared", dest="shared", action="store_false")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.seconds
