@@ -43,7 +43,7 @@ def test_blocks_of_queries_see_what_one_block_sees(
 ) -> None:
     lengths = [(7, 7), (1, 20), (0, 9), (13, 40), (3, 100)]
     inputs = step(lengths, torch.float64, seed)
-    monkeypatch.setattr(torch_sdpa, "mask_bytes", lambda group, keys, element: 1)
+    monkeypatch.setattr(torch_sdpa, "mask_bytes", lambda keys, element: 1)
     monkeypatch.setattr(torch_sdpa, "WORKSPACE", block)
     got = torch_sdpa.attn_paged(*inputs, scale=0.3, window=window)
     want = ref.attn_paged(*inputs, scale=0.3, window=window)
@@ -53,7 +53,7 @@ def test_blocks_of_queries_see_what_one_block_sees(
 def test_b19_masks_of_a_long_chunk_stay_in_their_workspace(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """256 queries of 2,048 tokens see half a MiB of marks at once, and as much for each head."""
+    """256 queries of 2,048 tokens see half a MiB of marks, as numbers four times that."""
     monkeypatch.setattr(torch_sdpa, "WORKSPACE", 1 << 18)
     inputs = step([(256, 2048)], torch.float32, seed)
 

@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WORKSPACE = 128 << 20
-"""Bytes of masks at once. A chunk of 4,096 queries at 40,960 tokens would take 3.7 GB of them."""
+WORKSPACE = 64 << 20
+"""Bytes of masks at once. A chunk of 4,096 queries at 40,960 tokens would take 0.8 GB of them."""
 
 
-def mask_bytes(group: int, keys: int, element: int) -> int:
-    """Of one query: what it sees, once for each head of a group, and as added to scores, twice
-    where it is padded."""
-    return keys * (2 + group + 2 * group * element)
+def mask_bytes(keys: int, element: int) -> int:
+    """Of one query: what it sees, and as added to scores, twice where it is padded."""
+    return keys * (1 + 2 * element)
 
 
 def attn_paged(
@@ -44,22 +43,25 @@ def attn_paged(
         places = _places(page_table[s], k_cache.shape[1], first, context)
         keys = k_cache.flatten(0, 1)[places].transpose(0, 1)  # [Hkv, L, D]
         values = v_cache.flatten(0, 1)[places].transpose(0, 1)
-        block = max(1, WORKSPACE // mask_bytes(group, context - first, q.element_size()))
+        block = max(1, WORKSPACE // mask_bytes(context - first, q.element_size()))
         for at in range(begin, end, block):
             count = min(block, end - at)
             last = context - (end - at) + count  # behind the block's last query
             near = _first(last - count, window)
-            # The queries of a group share their keys: they become rows of one matrix.
             rows = q[at : at + count].view(count, hkv, group, d).permute(1, 2, 0, 3)
+            if count == 1:  # the heads of a group share their keys: they are rows of one matrix
+                rows = rows.transpose(1, 2)
+            seen, shape = slice(near - first, last - first), (-1, rows.shape[1], -1, -1)
             mixed = F.scaled_dot_product_attention(
-                rows.reshape(1, hkv, group * count, d),
-                keys[None, :, near - first : last - first],
-                values[None, :, near - first : last - first],
-                attn_mask=_mask(near, last, count, window, q.device, group),
+                rows,
+                keys[:, None, seen].expand(shape),
+                values[:, None, seen].expand(shape),
+                attn_mask=_mask(near, last, count, window, q.device),
                 scale=scale,
-            )[0]
-            mixed = mixed.view(hkv, group, count, d).permute(2, 0, 1, 3)
-            out[at : at + count] = mixed.reshape(count, hkv * group, d)
+            )
+            if count == 1:
+                mixed = mixed.transpose(1, 2)
+            out[at : at + count] = mixed.permute(2, 0, 1, 3).reshape(count, hkv * group, d)
     return out
 
 
@@ -68,11 +70,9 @@ def _first(position: int, window: int) -> int:
     return max(0, position - window + 1) if window else 0
 
 
-def _mask(
-    first: int, last: int, count: int, window: int, device: torch.device, group: int
-) -> Tensor | None:
-    """bool [group * count, keys]: which keys ``first .. last - 1`` each of the last `count`
-    positions sees; None for one query, which sees all of them."""
+def _mask(first: int, last: int, count: int, window: int, device: torch.device) -> Tensor | None:
+    """bool [count, keys]: which keys ``first .. last - 1`` each of the last `count` positions sees;
+    None for one query, which sees all of them."""
     if count == 1:
         return None
     keys = torch.arange(first, last, device=device)
@@ -80,7 +80,7 @@ def _mask(
     seen = keys <= queries
     if window:
         seen &= keys > queries - window
-    return seen.repeat(group, 1)
+    return seen
 
 
 def _places(pages: Tensor, page: int, first: int, last: int) -> Tensor:
