@@ -10,8 +10,8 @@ same inputs in the same process, `--pairs` times; who goes first is drawn for ea
 * ``shared first``, ``routed first``: the shared expert on a stream of its own beside the routed
   ones, its kernels launched before or behind theirs: captured decode steps, over ranks with their
   sums, and on one card chunks;
-* ``turns``: over ranks, the halves of a chunk in turns, the collectives of one beside the other's products;
-  ``halves``: the same halves one collective after the other, which says what cutting costs.
+* ``turns``: over ranks, the halves of a chunk in turns, the collectives of one beside the other's
+  products; ``halves``: the same halves without turns, which says what cutting costs.
 
 Seconds of a pass are those of the slowest rank. ``overlap.json`` is written after every row, with
 all pairs; a gain is the median of off / arm, with a bootstrap interval of 95 %. Results of arms are
