@@ -412,7 +412,13 @@ def _attention_tiles(form: EntryForm, rows: int) -> list[AttnTile | HopperTile]:
 
 
 def _attention(
-    form: EntryForm, queries: int, sequences: int, context: int, top: int, sweep: bool
+    form: EntryForm,
+    queries: int,
+    sequences: int,
+    context: int,
+    top: int,
+    sweep: bool,
+    foreign: Callable[..., Tensor] | None = None,
 ) -> Iterator[Work]:
     rows, ratio = queries * sequences, 4 if top else 128
     count = context // ratio
@@ -473,6 +479,8 @@ def _attention(
             _text(tile, "sliced"): lambda i, t=tile: attn_sparse(*args, lens, **options, tile=t)
             for tile in (AttnTile(*size, sliced=True) for size in sizes)
         }
+    if foreign is not None:
+        forms["another library's"] = lambda i: foreign(*args, lens, **options)
     chosen = wgmma if form.scale == "none" else wgmma_scaled
     forms["as shapes choose"] = lambda i: chosen(*args, lens, **options)
     for text, call in forms.items():
