@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from comm_gpu_pair import one_card, pair
+from comm_gpu_pair import one_card, pair, streams
 from comm_gpu_virtual import copies, time_epilogue, time_virtual, verify_virtual
 
 from metainfer.comm import driver, layout, loader
@@ -81,6 +81,7 @@ SECTIONS: dict[str, tuple[int, float]] = {
     "one_card": (1, 120),
     "pair_without_peer": (2, 180),
     "pair_with_peer": (2, 150),
+    "streams": (2, 100),
 }
 
 
@@ -96,6 +97,7 @@ def section(name: str) -> Report:
         "one_card": one_card,
         "pair_without_peer": lambda: pair(False),
         "pair_with_peer": lambda: pair(True),
+        "streams": streams,
     }
     return steps[name]()
 

@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from metainfer.comm.model import host_limit_us
 from metainfer.comm.segment import sweep
 from metainfer.workers.group import GroupError
 from metainfer.workers.ranks import ProcessGroup
 
 KIB, MIB = 1 << 10, 1 << 20
+STREAMS_S = 55.0
 Report = dict[str, Any]
 
 
@@ -62,6 +64,50 @@ def one_card() -> Report:
             report[f"{backend} {algorithm}"] = {"wrong": wrong[0] + wrong[1]}
     report["killed, host"] = kill_one([0, 0], {}, "host")
     report["killed, ipc"] = kill_one([0, 0], {}, "ipc")
+    return report
+
+
+def streams() -> Report:
+    """Two devices without peer access: the grids of a call in parts at every size, beside turns,
+    copies and NCCL, each row with its share of the least time that the link allows."""
+    shapes = {
+        256 * KIB: [(16, 1), (16, 0), (8, 2), (8, 4), (16, 2), (16, 8)],
+        MIB: [(16, 1), (16, 0), (16, 4), (16, 16), (8, 8)],
+        4 * MIB: [(16, 1), (16, 0), (16, 8), (8, 16)],
+        16 * MIB: [(16, 0), (16, 8)],
+        64 * MIB: [(16, 0), (16, 8)],
+    }
+    report: Report = {"rows": {}, "wrong": []}
+    with group_of([0, 1], {"NCCL_P2P_DISABLE": "1"}) as group:
+        for backend in ("host", "copy", "nccl"):
+            group.call("open", backend)
+        group.call("warm", "host", "one_shot", list(shapes))
+
+        def row(backend: str, algorithm: str, size: int, graph: bool, how: str) -> None:
+            repeat = 20 if size <= MIB else 4
+            found = group.call("time", backend, algorithm, size, repeat, graph)
+            worst: Report = max(found, key=lambda each: each["us"])  # type: ignore[index]
+            worst["of_limit"] = round(worst["us"] / host_limit_us(algorithm, 2, size), 3)
+            name = f"{backend} {algorithm} {size} {'graph' if graph else 'eager'} {how}".strip()
+            report["rows"][name] = worst
+            print(name, worst, flush=True)
+
+        end = time.monotonic() + STREAMS_S
+        for size, grids in shapes.items():
+            if time.monotonic() > end:
+                report["cut"] = f"from {size} B on: no time left"
+                break
+            for blocks, parts in grids:
+                group.call("shape", "host", blocks, parts)
+                if size <= 16 * MIB:
+                    wrong = group.call("verify", "host", "one_shot", [size + 2], 1)
+                    report["wrong"] += wrong[0] + wrong[1]
+                row("host", "one_shot", size, True, f"blocks={blocks} parts={parts}")
+            group.call("shape", "host", 0, 0)
+            row("host", "one_shot", size, False, "")
+            row("nccl", "ring", size, True, "")
+            if size >= MIB:
+                row("copy", "two_shot", size, False, "")
     return report
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from metainfer.comm.backends.cuda import CudaComm, open_host, open_ipc
+from metainfer.comm.backends.cuda import CudaComm, host_slot_bytes, open_host, open_ipc
 from metainfer.comm.backends.cuda_copy import open_copy
 from metainfer.comm.backends.nccl import NcclComm
 from metainfer.comm.backends.shm_cpu import ShmComm
@@ -69,7 +69,7 @@ class Rank:
     def open(self, backend: str, blocks: int = 0, budget_s: float = 20.0) -> str:
         """Open one backend on all ranks."""
         if backend == "host":
-            control = self._control("host", 4 << 20)
+            control = self._control("host", host_slot_bytes(self.world))
             self.comms[backend] = open_host(
                 control, device=self.device, blocks=blocks, budget_s=budget_s
             )
@@ -97,6 +97,10 @@ class Rank:
             store = Path(tempfile.gettempdir(), f"nccl-{self.token}")
             self.comms[backend] = NcclComm(store, self.rank, self.world, device=self.device)
         return backend
+
+    def shape(self, backend: str, blocks: int, parts: int) -> None:
+        """Grid of the calls that follow; 0: by size."""
+        self.comms[backend].blocks, self.comms[backend].parts = blocks, parts
 
     def warm(self, backend: str, algorithm: str, sizes: list[int]) -> None:
         comm = self.comms[backend]

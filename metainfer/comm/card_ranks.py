@@ -21,8 +21,8 @@ from metainfer.comm.api import Backend, Communicator
 from metainfer.comm.backends.calls import DTYPES
 from metainfer.comm.backends.cuda import (
     BUDGET_S,
-    SLOT_BYTES,
     CudaComm,
+    host_slot_bytes,
     open_host,
     open_ipc,
 )
@@ -231,7 +231,8 @@ class _Group:
                 name, lambda: NcclComm(store, self.index, len(self.members), device=device)
             )
         word = name.replace(":", "-")
-        control = self._join(word, SLOT_BYTES if name == "host" else CONTROL_BYTES)
+        slot = host_slot_bytes(len(self.members)) if name == "host" else CONTROL_BYTES
+        control = self._join(word, slot)
         plan = _planner(control)
 
         def make() -> Backend:

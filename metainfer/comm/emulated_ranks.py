@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from metainfer.comm.api import Communicator
-from metainfer.comm.backends.cuda import SLOT_BYTES
+from metainfer.comm.backends.cuda import SLOT_BYTES, host_slot_bytes
 from metainfer.comm.backends.emulated import DeviceWait, EmulatedComm, HostWait, Price, Wait, Waited
 from metainfer.comm.peers import Linked, Place, Ranks
 from metainfer.comm.pieces import Slots
@@ -18,10 +18,13 @@ from metainfer.comm.topology import Topology
 if TYPE_CHECKING:
     import torch
 
-SLOTS = {
-    "ipc": Slots(bytes=SLOT_BYTES, shared=False),
-    "host": Slots(bytes=SLOT_BYTES, shared=True),
-}
+
+def _slots(world: int) -> dict[str, Slots]:
+    """As `card_ranks` opens them."""
+    return {
+        "ipc": Slots(bytes=SLOT_BYTES, shared=False),
+        "host": Slots(bytes=host_slot_bytes(world), shared=True),
+    }
 
 
 class EmulatedRanks:
@@ -95,7 +98,7 @@ def traffic(plan: CommPlan) -> tuple[int, int]:
 
 
 def _communicator(wait: Wait, tree: Topology, method: str, experts: int) -> Communicator:
-    able = cuda_abilities(tree, SLOTS)
+    able = cuda_abilities(tree, _slots(tree.world))
 
     def price(plan: CommPlan) -> Price:
         asked = f"{plan.backend}:{plan.algorithm}"

@@ -1,6 +1,7 @@
 // Collectives as CUDA kernels on the slab protocol. No headers but ours: built to a cubin by nvcc or
 // NVRTC and loaded through the driver (`loader.py`), once per world, element type and with or without
-// epilogue (MI_N, MI_TYPE, MI_PLAIN). Grid at most 16 blocks of at most 512 threads, all resident.
+// epilogue (MI_N, MI_TYPE, MI_PLAIN). Grid at most 16 blocks of at most 512 threads, twice as many for a
+// stream, all resident.
 //
 // Payload moves in 16-byte packs where addresses allow. Loads of what a peer wrote are relaxed at
 // system scope, so no stale line of a first-level cache is used; flags carry the order (`slab.h`).
@@ -8,6 +9,10 @@
 
 #define LANES 256u
 #define GROUP 8u
+
+// Packs of each rank that a thread has in flight: what host memory gives is bytes in flight over about
+// 1.5 us, and one pack of a thread fills no link. Eight in all, so that registers do.
+#define DEEP (MI_TOP > 4 ? 1 : 8 / MI_TOP)
 
 __device__ __forceinline__ mi_u8 load_byte(mi_u64 at) { return *(const volatile mi_u8 *)at; }
 
@@ -130,7 +135,20 @@ MI_FN void mi_spread(const MiCopies *places) {
         if (places->bytes[i]) all |= places->to[i];
     if ((all & 15) == 0) {
         packed = bytes & ~15ull;
-        for (mi_u64 at = MI_TID * 16ull; at < packed; at += MI_THREADS * 16ull) {
+        mi_u64 at = MI_TID * 16ull;
+        const mi_u64 step = MI_THREADS * 16ull;
+        for (; at + (DEEP - 1) * step < packed; at += DEEP * step) {
+            Pack p[DEEP];
+            MI_UNROLL
+            for (mi_u32 k = 0; k < DEEP; k++) p[k] = load_pack(from + at + k * step);
+            MI_UNROLL
+            for (mi_u32 i = 0; i < MI_TOP - 1; i++) {
+                if (places->bytes[i] == 0) continue;
+                MI_UNROLL
+                for (mi_u32 k = 0; k < DEEP; k++) store_pack(places->to[i] + at + k * step, p[k]);
+            }
+        }
+        for (; at < packed; at += step) {
             const Pack p = load_pack(from + at);
             MI_UNROLL
             for (mi_u32 i = 0; i < MI_TOP - 1; i++)
@@ -145,6 +163,7 @@ MI_FN void mi_spread(const MiCopies *places) {
 
 // A pack of each copy in turn is in flight: a small message costs one latency, not one per peer.
 MI_FN void mi_many(const MiCopies *copies) {
+    if (MI_TOP == 2) return mi_copy(copies->to[0], copies->from[0], copies->bytes[0]);
     mi_u64 longest = 0, whole[MI_TOP];
     bool rest = false;
     MI_UNROLL
@@ -171,15 +190,19 @@ MI_FN void mi_many(const MiCopies *copies) {
 
 // ---- sums --------------------------------------------------------------------------------------
 
-// The pack at `offset` of every rank, summed in rank order; all loads are in flight together.
-template <int Type>
-__device__ __forceinline__ void sum_pack(const MiCall *call, const mi_u64 *from, mi_u64 offset,
-                                         typename Element<Type>::Wide *total) {
-    const int n = Values<Type>::N;
-    Pack p[MI_TOP];
+// The pack at `offset` of every rank; all loads are in flight together.
+__device__ __forceinline__ void load_packs(const MiCall *call, const mi_u64 *from, mi_u64 offset,
+                                           Pack *p) {
 #pragma unroll
     for (mi_u32 r = 0; r < MI_TOP; r++)
         if (r < mi_world(call)) p[r] = load_pack(from[r] + offset);
+}
+
+// The packs of every rank, summed in rank order.
+template <int Type>
+__device__ __forceinline__ void add_packs(const MiCall *call, const Pack *p,
+                                          typename Element<Type>::Wide *total) {
+    const int n = Values<Type>::N;
     Values<Type>::unpack(p[0], total);
 #pragma unroll
     for (mi_u32 r = 1; r < MI_TOP; r++) {
@@ -190,6 +213,7 @@ __device__ __forceinline__ void sum_pack(const MiCall *call, const mi_u64 *from,
         for (int i = 0; i < n; i++) total[i] = add(total[i], next[i]);
     }
 }
+
 
 template <int Type>
 __device__ __forceinline__ void sum(const MiCall *call, mi_u64 to, const mi_u64 *from,
@@ -203,10 +227,23 @@ __device__ __forceinline__ void sum(const MiCall *call, mi_u64 to, const mi_u64 
         if (r < mi_world(call)) all |= from[r];
     if ((all & 15) == 0) {
         packed = count / n * n;
-        for (mi_u64 at = MI_TID * n; at < packed; at += MI_THREADS * n) {
-            Wide total[n];
-            sum_pack<Type>(call, from, at * sizeof(Raw), total);
-            store_pack(to + at * sizeof(Raw), Values<Type>::pack(total));
+        const mi_u64 bytes = packed * sizeof(Raw), step = MI_THREADS * 16ull;
+        mi_u64 at = MI_TID * 16ull;
+        Pack p[DEEP][MI_TOP];
+        Wide total[n];
+        for (; at + (DEEP - 1) * step < bytes; at += DEEP * step) {
+#pragma unroll
+            for (int k = 0; k < DEEP; k++) load_packs(call, from, at + k * step, p[k]);
+#pragma unroll
+            for (int k = 0; k < DEEP; k++) {
+                add_packs<Type>(call, p[k], total);
+                store_pack(to + at + k * step, Values<Type>::pack(total));
+            }
+        }
+        for (; at < bytes; at += step) {
+            load_packs(call, from, at, p[0]);
+            add_packs<Type>(call, p[0], total);
+            store_pack(to + at, Values<Type>::pack(total));
         }
     }
     for (mi_u64 at = packed + MI_TID; at < count; at += MI_THREADS) {
@@ -276,7 +313,9 @@ __device__ __forceinline__ int fused(const MiCall *call, mi_u64 to, const mi_u64
             float y[GROUP], r[GROUP];
             const Pack old = load_pack(call->residual + at);
             weight[k] = load_pack(call->weight + j * 16ull);
-            sum_pack<Type>(call, from, at, y);
+            Pack p[MI_TOP];
+            load_packs(call, from, at, p);
+            add_packs<Type>(call, p, y);
             const Pack rounded = Values<Type>::pack(y);
             store_pack(to + at, rounded);
             Values<Type>::unpack(rounded, y);
@@ -392,7 +431,7 @@ extern "C" __global__ void mi_await(const mi_u64 *at, mi_u64 value, const mi_u64
 // call.out = sum over ranks of call.slab[r], in_len[0] elements, rank order; grid of any size.
 extern "C" __global__ void __launch_bounds__(512, 1) mi_add(const __grid_constant__ MiCall call) {
     mi_u64 begin, end, from[MI_TOP];
-    mi_stripe(call.in_len[0], call.unit, &begin, &end);
+    mi_stripe(call.in_len[0], call.unit, mi_whole_stripe(), &begin, &end);
     if (begin >= end) return;
 #pragma unroll
     for (int r = 0; r < MI_TOP; r++) from[r] = call.slab[r] + begin * call.width;
@@ -413,7 +452,7 @@ typedef struct {
 
 MI_FN void mi_over_and_over(mi_u64 to, mi_u32 to_packs, mi_u64 from, mi_u32 from_packs, mi_u64 bytes) {
     mi_u64 begin, end;
-    mi_stripe(bytes / 16, 1, &begin, &end);
+    mi_stripe(bytes / 16, 1, mi_whole_stripe(), &begin, &end);
     if (to_packs == 0 || from_packs == 0) return;
     for (mi_u32 i = (mi_u32)begin + MI_TID; i < (mi_u32)end; i += MI_THREADS)
         store_pack(to + i % to_packs * 16ull, load_pack(from + i % from_packs * 16ull));

@@ -151,6 +151,30 @@ def host_copy(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
     return costs.copy_floor + 4 * costs.copy_setup + _through_host(topology, size, 1.0)
 
 
+def host_bytes(algorithm: str, world: int, size: int) -> tuple[float, float]:
+    """Bytes that a rank's link carries down to and up from host memory in an all-reduce of `size`.
+
+    Section 2.2 of the communication notes: one-shot sends all of it once and takes that of every
+    peer; two-shot (and a ring of copies) sends others' parts and its sum, and takes as much as
+    peers send of its part and their sums.
+    """
+    if algorithm == "one_shot":
+        return size, (world - 1) * size
+    return size, 2 * (world - 1) / world * size
+
+
+def host_limit_us(
+    algorithm: str, world: int, size: int, one_way: float = 55e9, both: float = 93e9
+) -> float:
+    """The least time of the link for `host_bytes`, each direction alone and both together.
+
+    `one_way`, `both`: bytes a second; by default of a PCIe 5.0 x16 link as copy engines reach it on
+    an H200 (55.2 and 55.0 GB/s, 93 in both directions at once).
+    """
+    down, up = host_bytes(algorithm, world, size)
+    return max(down / one_way, up / one_way, (down + up) / both) * 1e6
+
+
 def direct(
     topology: Topology, size: int, costs: Costs = SEEDS, *, through_host: bool = False
 ) -> float:

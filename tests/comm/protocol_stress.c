@@ -41,6 +41,8 @@ static void draw(mi_u64 call, mi_u32 *kind, mi_u64 *count, mi_u32 *root) {
     *root = (mi_u32)(x >> 40) % world;
 }
 
+static int in_place(mi_u64 call, mi_u32 kind) { return kind == MI_SUM_ALL && mix(seed * 3 + call) % 2; }
+
 static void prepare(mi_u32 rank, mi_u64 call) {
     MiCall *c = &made[rank];
     mi_u32 kind, root;
@@ -66,6 +68,8 @@ static void prepare(mi_u32 rank, mi_u64 call) {
     c->plan = mix(kind * 1000 + n) & 0xffffff;
     c->side = 4;
     c->lag = (mi_u32)(call % 5);
+    if (kind != MI_SUM_GATHER && blocks % 2 == 0) c->parts = (mi_u32)(mix(seed + call) % (MI_PHASES + 1));
+    if (in_place(call, kind)) c->out = c->in;
     c->side_in = (mi_u64)side_in[rank];
     c->side_out = (mi_u64)side_out[rank];
     const mi_u64 part = (n + world * 4 - 1) / (world * 4) * 4;
@@ -85,13 +89,14 @@ static void check(mi_u32 rank, mi_u64 call) {
     mi_u32 kind, root;
     mi_u64 n;
     draw(call, &kind, &n, &root);
+    const mi_u32 *found = in_place(call, kind) ? in[rank] : out[rank];
     for (mi_u64 i = 0; i < n + 4; i++) {
         const int beside = i >= n;
         const mi_u64 at = beside ? 9000 + i - n : i;
         mi_u32 want = 0;
         for (mi_u32 p = 0; p < world; p++) want += value(p, call, at);
         if (!beside && kind == MI_COPY) want = value(root, call, at);
-        if ((beside ? side_out[rank][i - n] : out[rank][i]) != want)
+        if ((beside ? side_out[rank][i - n] : found[i]) != want)
             __atomic_store_n(&wrong, 1, __ATOMIC_RELAXED);
     }
 }

@@ -17,6 +17,7 @@ from ranks import plan_of
 from test_kernels_on_host import FLAGS, SOURCE
 from test_local import ALGORITHMS, expected, inputs, same
 
+from metainfer.comm import layout
 from metainfer.comm.backends import calls, cuda, cuda_copy
 from metainfer.comm.backends.cuda_copy import CopyRank, Staging
 from metainfer.comm.errors import CommError
@@ -62,11 +63,13 @@ def on_all(fake: fake_cuda.Torch, streams: Any, step: Callable[[int], Any]) -> l
     return found
 
 
-@pytest.mark.parametrize("host", [False, True], ids=["local", "host"])
-def test_virtual_ranks_on_streams(fake: fake_cuda.Torch, host: bool, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("host", "parts"), [(False, 1), (True, 1), (True, 5)], ids=["local", "host", "stream"]
+)
+def test_virtual_ranks_on_streams(fake: fake_cuda.Torch, host: bool, parts: int, seed: int) -> None:
     world = 3
     with cuda.CudaLocalGroup(
-        world, host_memory=host, slot_bytes=1 << 16, first_call=(1 << 40) - 3
+        world, host_memory=host, slot_bytes=1 << 16, first_call=(1 << 40) - 3, parts=parts
     ) as group:
         for op, algorithm in ALGORITHMS:
             for count in (0, 3, 48_000):  # the last in several blocks and pieces
@@ -82,6 +85,29 @@ def test_virtual_ranks_on_streams(fake: fake_cuda.Torch, host: bool, seed: int) 
                 for rank, result in enumerate(results):
                     group.ranks[rank].check()
                     assert same(result, expected(request, given, rank)), (op, algorithm, count)
+
+
+def test_parts_are_for_long_calls_of_one_phase_between_few_ranks(fake: fake_cuda.Torch) -> None:
+    header = Path(cuda.__file__).parents[1].joinpath("slab.h").read_text()
+    assert f"MI_N > {cuda.STREAM_RANKS}\n" in header
+    found = {}
+    for world, host in ((2, True), (2, False), (8, True)):
+        with cuda.CudaLocalGroup(world, host_memory=host, slot_bytes=1 << 22) as group:
+            for algorithm in ("one_shot", "two_shot"):
+                for kib in (64, 128, 512, 4096):
+                    request = Request(
+                        op=Op.ALL_REDUCE, count=kib << 9, dtype="bfloat16", world=world
+                    )
+                    call, piece = group.ranks[0].calls_of(plan_of(request, algorithm))[0]
+                    blocks, _, parts = group.ranks[0]._grid(piece, call.width)
+                    assert blocks <= layout.BLOCKS
+                    if parts > 1:
+                        found[world, host, algorithm, kib] = parts
+    assert found == {
+        (2, True, "one_shot", 128): 2,
+        (2, True, "one_shot", 512): 5,
+        (2, True, "one_shot", 4096): 16,
+    }
 
 
 def test_a_rank_that_does_not_call_is_named_afterwards(fake: fake_cuda.Torch) -> None:

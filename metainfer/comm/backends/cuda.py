@@ -37,8 +37,21 @@ MAX_THREADS = 512
 BLOCK_BYTES = 16 << 10
 TURN_BYTES = 256 << 10
 TURNS = 4
+STREAM_BYTES, STREAM_RANKS = 128 << 10, 4
+"""From how many bytes on, and up to how many ranks, calls of one phase through host memory go in
+parts; more ranks would each take as many messages."""
+PART_BYTES = 128 << 10
+"""Of a message, in one part of all stripes: sent while the part before it is taken."""
+HOST_BYTES = 32 << 20
+"""Of a group's slots in host memory: a container's shared memory (64 MiB) holds them, and calls are
+long enough that their ends cost little."""
 _STATE_BYTES = 4096
 _modules: dict[tuple[Variant, str], driver.Module] = {}
+
+
+def host_slot_bytes(world: int) -> int:
+    """Payload of a slot in host memory: two for each of `world` ranks."""
+    return HOST_BYTES // (2 * world)
 
 
 def module(variant: Variant, device: int) -> driver.Module:
@@ -59,7 +72,7 @@ def module(variant: Variant, device: int) -> driver.Module:
 
 class CudaComm(Caller):
     """One rank on a device. `slabs`: addresses as the device sees them; `closing` gives back what
-    they stand for; `blocks` and `lag` as in a call, 0: by size."""
+    they stand for; `blocks`, `lag` and `parts` as in a call, 0: by size."""
 
     device = "cuda"
 
@@ -75,6 +88,7 @@ class CudaComm(Caller):
         budget_s: float = BUDGET_S,
         blocks: int = 0,
         lag: int = 0,
+        parts: int = 0,
         threads: int = MAX_THREADS,
         closing: Callable[[], None] = lambda: None,
     ) -> None:
@@ -88,7 +102,7 @@ class CudaComm(Caller):
             state=self._state_memory.data_ptr(),
             budget_s=budget_s,
         )
-        self.blocks, self.lag, self.threads = blocks, lag, threads
+        self.blocks, self.lag, self.parts, self.threads = blocks, lag, parts, threads
         self.index = device
         self._closing = closing
         self._broken: CommError | None = None
@@ -149,20 +163,27 @@ class CudaComm(Caller):
             self.fill(call, piece, request, given, out, side, rows)
             if request.captured:
                 call.budget_ns = int(min(self.budget_s, BUDGET_S) * 1e9)
-            blocks, call.lag = self._grid(piece, call.width)
-            function(blocks, self.threads, stream, [call])
+            blocks, call.lag, call.parts = self._grid(piece, call.width)
+            function(blocks * 2 if call.parts > 1 else blocks, self.threads, stream, [call])
         return out
 
-    def _grid(self, piece: Piece, width: int) -> tuple[int, int]:
-        """Blocks of a call and how many groups push in turn: the same on all ranks, for flags are
-        per block. Seeds: a block per 16 KiB, turns in host memory from 256 KiB on."""
+    def _grid(self, piece: Piece, width: int) -> tuple[int, int, int]:
+        """Stripes of a call, how many groups push in turn, and parts of a stripe: the same on all
+        ranks, for flags are per stripe. Seeds: a stripe per 16 KiB; in host memory parts, or turns
+        from 256 KiB on."""
         size = (piece.in_len[0] if piece.same else sum(piece.in_len)) * width
         if piece.kind is Kind.COPY and piece.same:  # ranks bring parts of their own length
             size = sum(piece.out_len) * width
         wanted = 1 << max(0, (size - 1) // BLOCK_BYTES).bit_length()
         blocks = self.blocks or min(layout.BLOCKS, wanted)
         lag = self.lag or (TURNS if self.slots.shared and size >= TURN_BYTES else 1)
-        return blocks, lag
+        parts = self.parts
+        streams = self.slots.shared and self.world <= STREAM_RANKS
+        if not streams or piece.kind in (Kind.SUM_GATHER, Kind.NOTHING):
+            parts = 1
+        elif not parts:
+            parts = min(layout.PHASES, size // PART_BYTES + 1) if size >= STREAM_BYTES else 1
+        return blocks, lag, parts
 
     def check(self) -> None:
         """Raise what a kernel has written down; one look at host memory.
@@ -244,6 +265,7 @@ class CudaLocalGroup:
         first_call: int = 0,
         blocks: int = 0,
         lag: int = 0,
+        parts: int = 0,
         threads: int = MAX_THREADS,
         budget_s: float = BUDGET_S,
     ) -> None:
@@ -268,6 +290,7 @@ class CudaLocalGroup:
                 first_call=first_call,
                 blocks=blocks,
                 lag=lag,
+                parts=parts,
                 threads=threads,
                 budget_s=budget_s,
             )
