@@ -173,12 +173,14 @@ class Ranks:
     `tensor`: ranks that share heads and channels, one KV domain. `expert`: ranks that hold whole
     experts of one set. `domains`: one rank of each KV domain that sends tokens to that set.
     `turns`: the side of their collectives. `prompts`: ranks that share the rows of a chunk.
+    `shards`: tensor ranks over which the cache is dealt.
     """
 
     tensor: Peers = ALONE
     expert: Peers = ALONE
     domains: Peers = ALONE
     prompts: Peers = ALONE
+    shards: Peers = ALONE
     turns: Turns = field(default_factory=Turns)
 
     def of_prompts(self) -> Ranks:
@@ -219,6 +221,9 @@ class Place:
         found["expert"] = tuple(range(block, block + expert))
         if self.shares_tokens:
             found["domains"] = tuple(range(block + rank % tensor, block + expert, tensor))
+        if self.layout.shards > 1:
+            first = rank // self.layout.shards * self.layout.shards
+            found["shards"] = tuple(range(first, first + self.layout.shards))
         if self.layout.prefill > 1:
             found["prompts"] = tuple(range(self.layout.ranks))
         return {role: ranks for role, ranks in found.items() if len(ranks) > 1}

@@ -51,6 +51,11 @@ class LayoutPlan:
         return self.tensor * self.data * self.context
 
     @property
+    def splits_phases(self) -> bool:
+        """Whether chunks are computed another way than decodes, so that no segment mixes them."""
+        return self.prefill > 1 or self.shards > 1
+
+    @property
     def decoding(self) -> LayoutPlan:
         """The part of a pair that decodes follow; a layout that is no pair is its own."""
         return replace(self, prefill=1)

@@ -216,7 +216,7 @@ class Engine:
             max_drafts=plan.draft.depth,
             model_drafts=plan.draft.method == MODEL,
             adaptive_drafts=plan.draft.adaptive,
-            split_phases=plan.layouts[0].prefill > 1,
+            split_phases=plan.layouts[0].splits_phases,
             layouts={Phase(phase): layout for phase, layout in plan.phase_layout.items()},
             adapters={adapter.name: adapter.digest for adapter in plan.adapters},
         )

@@ -12,9 +12,11 @@ from metainfer.comm.peers import SINGLE, Place, Ranks
 from metainfer.comm.side import IN_ORDER
 from metainfer.core.plan import Plan
 from metainfer.executor.adapters import load_adapters
+from metainfer.executor.dealt import dealt_chunks, own_parts
 from metainfer.executor.loading import (
     WHOLE,
     Progress,
+    RankPart,
     TensorSource,
     load_parts,
     load_weights,
@@ -26,6 +28,7 @@ from metainfer.kernels.impl import resolve_attribute
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.table import OpTable, Trace
 from metainfer.kv.store.pools import KVStore
+from metainfer.models.arch import Arch, WeightSpec
 from metainfer.models.registry import family_of
 from metainfer.planner.drafts import MODEL
 from metainfer.planner.resolve import Resolved
@@ -70,7 +73,7 @@ def assemble(
         dtype=dtype,
         device=device,
         progress=progress,
-        shard=lambda spec: WHOLE if place is None else part_of(arch.cut(spec, layout.decoding), place),
+        shard=_shard(arch, place),
     )
     parts = load_parts(arch, source, layouts, weights, place, dtype=dtype, device=device)
     phase("model")
@@ -83,25 +86,23 @@ def assemble(
         device=device,
         ranks=ranks,
     )
-    adapters = load_adapters(arch.adapters, dtype=dtype, device=device) if arch.adapters else {}
-    if adapters:
-        model.use_adapters(adapters)
+    beside = _use_adapters(model, arch, dtype, device)
     _compute_beside(model, plan, device)
     phase("cache")
     store = KVStore(resolved.sizes, device)
-    beside = sum(pairs.nbytes for pairs in adapters.values())
     ops = OpTable(resolved.selection, trace)
     drafter: Any = None
     if plan.draft.method == MODEL:
         # Its caches follow those of the model's layers.
-        make: Any = resolve_attribute(family.drafter)
+        make = resolve_attribute(family.drafter)
         drafter = make(model, weights.packed, weights.plain, store.layers[arch.layers], ops)
+    groups = own_parts(resolved.groups, ranks)
     return LocalExecutor(
         LocalParts(
             model=model,
             ops=ops,
             store=store,
-            groups=resolved.groups,
+            groups=groups,
             device=device,
             slots=resolved.sizes.slots,
             step_tokens=plan.limits.step_tokens,
@@ -112,12 +113,29 @@ def assemble(
             drafts=plan.draft.depth,
             model_drafts=drafter,
             adapters=arch.adapters.count if arch.adapters else 0,
-            prompts=prompt_ranks(model, parts, store, resolved.groups, place, ranks, device),
+            prompts=prompt_ranks(model, parts, store, groups, place, ranks, device),
+            dealt=dealt_chunks(model, groups, layout, ranks, device),
             overlap=plan.overlap,
             halves=plan.halves,
             turns=ranks.turns,
         )
     )
+
+
+def _shard(arch: Arch, place: Place | None) -> Callable[[WeightSpec], RankPart]:
+    """What of each weight the rank at `place` holds."""
+    if place is None:
+        return lambda spec: WHOLE
+    return lambda spec: part_of(arch.cut(spec, place.layout.decoding), place)
+
+
+def _use_adapters(model: Any, arch: Arch, dtype: torch.dtype, device: torch.device) -> int:
+    """Load the adapters of a model that has any; their bytes."""
+    if arch.adapters is None:
+        return 0
+    adapters = load_adapters(arch.adapters, dtype=dtype, device=device)
+    model.use_adapters(adapters)
+    return sum(pairs.nbytes for pairs in adapters.values())
 
 
 def _use_threads(plan: Plan, device: torch.device) -> None:

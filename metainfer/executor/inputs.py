@@ -140,11 +140,14 @@ def _adapter_rows(places: Ints, move: Callable[[Ints], torch.Tensor]) -> Adapter
 def _entries(
     group: GroupSpec, pages: npt.NDArray[np.int32], token_slot: Ints, positions: Ints
 ) -> Ints:
-    """Where each token writes: its own entry, or the compressed one that it closes; else -1."""
+    """Where each token writes: its own entry, or the compressed one that it closes; else -1, as
+    where another rank holds the entry."""
     span, ratio = group.page_tokens, group.tokens_per_entry
     page = pages[token_slot, positions // span].astype(np.int64)
-    place = page * group.page_entries + positions % span // ratio
-    return np.where((page >= 0) & ((positions + 1) % ratio == 0), place, -1)
+    entry = positions % span // ratio
+    place = page * group.rank_entries + entry // group.shards
+    own = (page >= 0) & ((positions + 1) % ratio == 0) & (entry % group.shards == group.part)
+    return np.where(own, place, -1)
 
 
 def step_ids(runs: Sequence[TokenRun], table: SlotTable) -> Ints:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from metainfer.core.step import (
     StepResult,
     TokenRun,
 )
+from metainfer.executor.dealt import DealtChunks
 from metainfer.executor.drawing import StepDraws
 from metainfer.executor.finite import FiniteTrace, Place, owners_of
 from metainfer.executor.graphs import Capture, CudaCapture, StaticSteps, rows_of
@@ -72,9 +73,10 @@ MOST_OPEN = 2
 class LocalParts:
     """What an executor runs on, put together by `executor.assemble`. `drafts`: most in a run.
     `graphs`: what is captured, in this order. `adapters`: how many are loaded. `prompts`: who
-    computes chunks whose rows ranks share. `overlap`: a captured step may be launched before the
-    one ahead of it was read. `halves`: chunks of at least so many tokens are computed as two halves
-    in turns; 0: none. `turns`: where collectives of one go while the other computes."""
+    computes chunks whose rows ranks share; `dealt`: what each of them reads where ranks share the
+    cache alone. `overlap`: a captured step may be launched before the one ahead of it was read.
+    `halves`: chunks of at least so many tokens are computed as two halves in turns; 0: none.
+    `turns`: where collectives of one go while the other computes."""
 
     model: Any
     ops: OpTable
@@ -91,6 +93,7 @@ class LocalParts:
     model_drafts: ModelDrafts | None = None
     adapters: int = 0
     prompts: PromptRanks | None = None
+    dealt: DealtChunks | None = None
     overlap: bool = False
     halves: int = 0
     turns: Turns = field(default_factory=Turns)
@@ -135,6 +138,7 @@ class LocalExecutor:
             at_limit, between, wide = min(at_limit, CPU_LIMIT_TOKENS), [], []
         short = min(16, parts.step_tokens, parts.max_context)
         verified = min(1 + parts.drafts, parts.step_tokens, parts.max_context)
+        apart = parts.prompts is not None or parts.dealt is not None  # no segment mixes both
         verify = (
             (Phase.VERIFY, [(0, verified)]),
             (Phase.VERIFY, [(parts.max_context - verified, verified)]),
@@ -144,7 +148,7 @@ class LocalExecutor:
             (Phase.CHUNK, [(0, short)]),
             *((Phase.CHUNK, [(0, count)]) for count in between),
             *((Phase.CHUNK, [(context - short, short)]) for context in wide),
-            (Phase.MIXED, [(0, short), (0, 1)]),
+            *(((Phase.MIXED, [(0, short), (0, 1)]),) if not apart else ()),
             (Phase.DECODE, [(0, 1)] * 2),
             (Phase.DECODE, [(parts.max_context - 1, 1)]),
             *(verify if parts.drafts else ()),
@@ -287,9 +291,12 @@ class LocalExecutor:
 
     @property
     def moved_bytes(self) -> dict[str, int]:
-        """Bytes that came from other ranks while they shared rows of chunks, by what they were."""
-        prompts = self._parts.prompts
-        return {} if prompts is None else dict(prompts.moved)
+        """Bytes that came from other ranks because they share rows of chunks or the cache, by what
+        they were."""
+        parts, moved = self._parts, Counter(self._parts.model.dealt.moved)
+        if parts.prompts is not None:
+            moved.update(parts.prompts.moved)
+        return dict(moved)
 
     def close(self) -> None:
         """Drop open results, graphs before the memory they point into, then weights and caches:
@@ -325,6 +332,8 @@ class LocalExecutor:
             return self._halved(segment, rank, phase_ops)
         host = build(rank, self._slots, parts.groups)
         inputs = host.to(parts.device)
+        if parts.dealt is not None and segment.phase is Phase.CHUNK:
+            inputs = parts.dealt.over_copies(inputs, segment, self._slots)
         hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
         logits = parts.model.logits(hidden, inputs, phase_ops) if len(host.logit_rows) else None
 

@@ -41,6 +41,7 @@ class PromptRanks:
     domains: int
     parts: int
     keeping: Keeping
+    shards: Peers
     moved: Counter[str] = field(default_factory=Counter)
 
     def run(
@@ -102,7 +103,7 @@ class PromptRanks:
             to_device(lens.astype(np.int32), self.device),
             groups,
             None,
-            spread=Spread(self.peers, parts, self.moved),
+            spread=Spread(self.peers, parts, self.moved, self.shards),
         )
 
 
@@ -129,6 +130,7 @@ def prompt_ranks(
         domains=place.layout.data,
         parts=len(parts),
         keeping=_keeping(place.layout, groups),
+        shards=ranks.shards,
     )
 
 

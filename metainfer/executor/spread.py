@@ -7,12 +7,13 @@ earlier ones, which matters while a chunk is long against what is cached before 
 larger part of a chunk's work, are shared evenly in any order.
 
 Who keeps a request: the rank of its domain; where a domain has several ranks that each keep some
-heads, every one, its own part of the model; where each keeps all of it, every one.
+heads, every one, its own part of the model; where each keeps all of it, every one. Of groups that
+are dealt over ranks (`GroupSpec.shards`) each keeps its part, and a chunk sees a copy of the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,7 +26,7 @@ from metainfer.core.step import PENDING, Segment, TokenRun
 from metainfer.executor.slots import SlotTable
 from metainfer.executor.transfer import to_device
 from metainfer.kv.book.spec import GroupKind, GroupSpec
-from metainfer.models.common.spread import GroupSpread, Loan
+from metainfer.models.common.spread import GroupSpread, Loan, Past
 
 Ints = npt.NDArray[np.int64]
 NONE = np.zeros(0, np.int64)
@@ -113,7 +114,7 @@ class Rows:
 @dataclass(slots=True)
 class _Tables:
     """One group's exchanges, before it is known which part of the model keeps what. `loans`:
-    (keeper, slots in its cache where this rank is it, slots in the copies)."""
+    (keeper, slots in its cache where this rank is it, slots in the copies); `past`: see `Past`."""
 
     lines: int
     mine: Ints
@@ -122,6 +123,7 @@ class _Tables:
     home_from: Ints
     home_to: Ints
     loans: list[tuple[int, Ints, Ints]]
+    past: tuple[Ints, Ints, Ints] | None = None
 
     def of_part(self, part: int, rank: int, keeping: Keeping, device: torch.device) -> GroupSpread:
         """The same on the device. Where ranks keep heads, part i is kept by rank i."""
@@ -131,14 +133,20 @@ class _Tables:
             Loan(part if heads else keeper, to_device(slots, device), to_device(to, device))
             for keeper, slots, to in self.loans
         )
-        arrays = (
-            self.mine,
-            self.copy_from,
-            self.copy_to,
-            self.home_from if stays else NONE,
-            self.home_to if stays else NONE,
+
+        def move(array: Ints) -> torch.Tensor:
+            return to_device(array, device)
+
+        return GroupSpread(
+            self.lines,
+            loans,
+            move(self.mine),
+            move(self.copy_from),
+            move(self.copy_to),
+            move(self.home_from if stays else NONE),
+            move(self.home_to if stays else NONE),
+            None if self.past is None else Past(*map(move, self.past)),
         )
-        return GroupSpread(self.lines, loans, *(to_device(array, device) for array in arrays))
 
 
 def tables(
@@ -158,7 +166,8 @@ def _paged(
     rows: Rows, group: GroupSpec, pages: npt.NDArray[np.int32], keeping: Keeping
 ) -> tuple[npt.NDArray[np.int32], Ints, _Tables]:
     size, ratio = group.page_tokens, group.tokens_per_entry
-    copied = keeping is not Keeping.EVERYWHERE
+    dealt = group.shards > 1
+    copied = dealt or keeping is not Keeping.EVERYWHERE
     kept = np.full((len(rows.runs), pages.shape[1]), -1, np.int64)
     for number, each in enumerate(rows.runs):
         if each.own:
@@ -173,13 +182,15 @@ def _paged(
     closing = np.flatnonzero((rows.positions + 1) % ratio == 0)
     of, positions = rows.run_of[closing], rows.positions[closing]
     new, stays = at(table, of, positions), at(kept, of, positions)
+    if dealt:
+        stays = np.where(_owner(group, positions) == group.part, _own_slots(group, stays), -1)
     writes = np.full(rows.total, -1, np.int64)
     writes[closing] = new
     own = rows.padded(writes[rows.begin : rows.end], -1)
     mine, places = rows.given(closing)
     there, home = new >= 0, (stays >= 0) & copied
     loans = []
-    keepers = sorted({each.keeper for each in rows.runs}) if copied else []
+    keepers = sorted({each.keeper for each in rows.runs}) if copied and not dealt else []
     for keeper in keepers:
         earlier = [_past(group, one.start) if one.keeper == keeper else NONE for one in rows.runs]
         whose = np.repeat(np.arange(len(earlier)), [len(found) for found in earlier])
@@ -195,11 +206,54 @@ def _paged(
         mine=np.maximum(own[mine], 0),
         copy_from=places[there],
         copy_to=new[there],
-        home_from=places[home],
+        home_from=new[home] if dealt else places[home],
         home_to=stays[home],
         loans=loans,
+        past=_parts_before(rows, group, at, kept, table) if dealt else None,
     )
     return np.ascontiguousarray(seen), own, exchanged
+
+
+def nothing(group: GroupSpec) -> _Tables:
+    """Of a segment without any run."""
+    dealt = group.shards > 1
+    return _Tables(int(dealt), *(NONE,) * 5, [], (NONE,) * 3 if dealt else None)
+
+
+def _owner(group: GroupSpec, positions: Ints) -> Ints:
+    """Which rank holds the entries that close at `positions`."""
+    found: Ints = positions % group.page_tokens // group.tokens_per_entry % group.shards
+    return found
+
+
+def _own_slots(group: GroupSpec, slots: Ints) -> Ints:
+    """Slots of whole pages as the rank that holds each numbers its own."""
+    page, entry = np.divmod(slots, group.page_entries)
+    found: Ints = page * group.rank_entries + entry // group.shards
+    return found
+
+
+def _parts_before(
+    rows: Rows,
+    group: GroupSpec,
+    at: Callable[[Ints, Ints, Ints], Ints],
+    kept: Ints,
+    table: Ints,
+) -> tuple[Ints, Ints, Ints]:
+    """What lies before the runs in the ranks' parts, as in `Past`."""
+    earlier = [_past(group, each.start) for each in rows.runs]
+    whose = np.repeat(np.arange(len(earlier)), [len(found) for found in earlier])
+    positions = np.concatenate(earlier)
+    owner, slots = _owner(group, positions), _own_slots(group, at(kept, whose, positions))
+    counts = np.bincount(owner, minlength=group.shards)
+    most = int(counts.max(initial=0))
+    order = np.argsort(owner, kind="stable")
+    source = np.empty(len(owner), np.int64)
+    before = np.cumsum(counts) - counts
+    source[order] = owner[order] * most + np.arange(len(owner)) - before[owner[order]]
+    mine = slots[owner == group.part]
+    padding = np.zeros(most - len(mine), np.int64)
+    return np.concatenate((mine, padding)), source, at(table, whose, positions)
 
 
 def _copied(rows: Rows, group: GroupSpec, width: int) -> tuple[Ints, int]:

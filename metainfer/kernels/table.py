@@ -46,6 +46,11 @@ OPS = (
     "moe_route_hash",
     "moe_experts",
     "lora",
+    "attn_part",
+    "attn_paged_part",
+    "attn_weigh",
+    "index_part",
+    "index_merge",
 )
 
 BY_WEIGHT = ("linear", "linear_f32")
@@ -125,6 +130,11 @@ class PhaseOps:
     moe_route_hash: Function
     moe_experts: Function
     lora: Function
+    attn_part: Function
+    attn_paged_part: Function
+    attn_weigh: Function
+    index_part: Function
+    index_merge: Function
 
     def __init__(self, phase: Phase, functions: Mapping[str, tuple[Choice, Function]]) -> None:
         self.phase = phase

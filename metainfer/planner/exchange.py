@@ -10,8 +10,8 @@ after the other:
 * ranks that share the rows of a chunk: the entries that it adds are gathered, with the windows and
   states at the parts' edges; what of the cache before it a rank lacks is gathered too, or lent by
   its keepers in broadcasts (`RankWork.fetches`);
-* ranks that each hold a part of the cache: queries are gathered, partial outputs merged (their
-  log-sums, 1 in 256 of them, are left out), chosen positions gathered where keys choose.
+* ranks that each hold a part of the cache: queries are gathered, log-sums gathered and partial
+  outputs merged by them, chosen positions gathered where keys choose.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from metainfer.planner.work import RankWork
 
 CHOSEN_BYTES = 4096
 """A rank's chosen positions with their scores, a token and layer: 512 of 8 bytes."""
+LOG_PART = 1 / 256
+"""A float32 log-sum of a head beside its output: 512 channels of two bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,18 @@ class Sent:
     new: int = 0
     before: int = 0
     decoding: int = 0
+
+
+def query_bytes(work: RankWork) -> float:
+    """Of one token's queries in a layer, of all heads that meet at a dealt cache; its outputs are
+    as many.
+
+    A key costs 2 (d_k + d_v) FLOPs a head: a layer's queries and outputs are half as many elements
+    as the FLOPs of one key. Heads of a group meet, not those of all tensor ranks.
+    """
+    one, two = (work.costs.decode_attention_flops(keys)[0] for keys in (1, 2))
+    elements = (two - one) / 2 / work.layers * work.layout.shards / work.layout.tensor
+    return elements / 2 * work.width
 
 
 class Exchange:
@@ -85,26 +99,25 @@ class Exchange:
         if layout.prefill > 1:
             gathered = sent.new * work.token_bytes + layout.prefill * work.edge_bytes
             micros += layers * self._direct(layout.prefill, gathered / layers)
-        if work.fetches and sent.before:
-            ranks, lent = max(layout.prefill, layout.shards), work.fetches is Fetch.LENT
-            price = self._broadcast if lent else self._direct
-            micros += layers * price(ranks, sent.before * work.token_bytes / layers)
+        if work.fetches is Fetch.LENT and sent.before:
+            lent = sent.before * work.token_bytes / layers
+            micros += layers * self._broadcast(max(layout.prefill, layout.shards), lent)
+        if work.fetches is Fetch.GATHERED and sent.before and work.dealt_layers:
+            each = sent.before * work.dealt_bytes / work.dealt_layers
+            ranks = max(layout.prefill, layout.shards)
+            micros += work.dealt_layers * self._direct(ranks, each)
         return micros
 
     def _shards(self, sent: Sent) -> float:
-        """Decoding tokens against a cache in parts.
-
-        A key costs 2 (d_k + d_v) FLOPs a head: a layer's queries and outputs are half as many
-        elements as the FLOPs of one key. Heads of a group meet, not those of all tensor ranks.
-        """
+        """Decoding tokens against a cache in parts."""
         work, layout = self._work, self._work.layout
         if layout.shards == 1 or not sent.decoding:
             return 0.0
-        one, two = (work.costs.decode_attention_flops(keys)[0] for keys in (1, 2))
-        elements = (two - one) / 2 / work.layers
-        elements *= layout.shards / layout.tensor
-        half = sent.decoding * elements / 2 * work.width
-        micros = 2 * work.paged_layers * self._direct(layout.shards, half)
+        half = sent.decoding * query_bytes(work)
+        each = 2 * self._direct(layout.shards, half)
+        # Every rank has a log-sum of each head for its part, and of its own heads' windows.
+        each += self._direct(layout.shards, (layout.shards + 1) * half * LOG_PART)
+        micros = work.dealt_layers * each
         chosen = sent.decoding * layout.shards * CHOSEN_BYTES
         return micros + work.choosing_layers * self._direct(layout.shards, chosen)
 

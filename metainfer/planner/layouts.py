@@ -36,7 +36,6 @@ from metainfer.platform.facts import CPU, CUDA
 
 SINGLE = "single"
 NOT_BUILT = "layouts over several cards run only when asked for with --parallel"
-SHARDS_NOT_BUILT = "a cache dealt over the ranks of a domain is planned, not run yet"
 MOST_PROCESSES = 8
 """Ranks that a host's CPU may be shared by; as many as collectives are built for."""
 
@@ -117,8 +116,8 @@ def of_decodes(layout: LayoutPlan) -> LayoutPlan:
 def alike(layout: LayoutPlan) -> LayoutPlan:
     """The same for all layouts whose ranks compute in the same shapes."""
     if layout.prefill > 1:
-        return replace(layout, name="prompts/decodes", shards=1)
-    return replace(layout, name="shapes", data=1, shards=1)
+        return replace(layout, name="prompts/decodes")
+    return replace(layout, name="shapes", data=1)
 
 
 def prompt_domains(layout: LayoutPlan) -> int:
@@ -171,7 +170,6 @@ def runs(layout: LayoutPlan, kind: str, draft: DraftPlan, *, asked: bool = False
                 *("not-built", NOT_BUILT),
                 devices=layout.ranks,
             ),
-            require(layout.shards == 1, "not-built", SHARDS_NOT_BUILT, layout=layout.name),
             require(not (meet and drafts), "draft", drafted),
             require(not (layout.prefill > 1 and drafts), "draft", spread),
         ]

@@ -209,10 +209,25 @@ class Cards:
     def _rank(self, layout: LayoutPlan) -> Arch:
         return self.arch if layout.tensor == 1 else self.arch.on_rank(layout)
 
-    def copied(self, layout: LayoutPlan, packings: Mapping[str, Layout]) -> bool:
-        """Whether each rank of a tensor group would keep all of the cache."""
-        whole, _ = self._groups(WHOLE, packings)
-        return self._groups(of_decodes(layout), packings)[0] == whole
+    def against_dealing(
+        self, layout: LayoutPlan, packings: Mapping[str, Layout]
+    ) -> tuple[Reason, ...]:
+        """Why a cache cannot be dealt over `layout.shards` ranks: they do not hold the same, or a
+        page does not divide."""
+        found = []
+        specs, groups = self._groups(of_decodes(layout), packings)
+        if specs != self._groups(WHOLE, packings)[0]:
+            text = f"{layout.tensor} tensor ranks keep KV heads of their own: nothing is held twice"
+            found.append(Reason("shards", text, {"ranks": layout.tensor}))
+        for group in groups:
+            if group.page_entries % group.shards:
+                text = (
+                    f"a page holds {group.page_entries} entries of {group.name}, which "
+                    f"{group.shards} ranks do not divide"
+                )
+                data = {"group": group.name, "have": group.page_entries, "ranks": group.shards}
+                found.append(Reason("shards", text, data))
+        return tuple(found)
 
     def here(self, layout: LayoutPlan) -> int:
         """Ranks that share the host where it is the device: processes of it."""
@@ -272,7 +287,7 @@ class Cards:
             return []
         layers: Counter[int] = Counter()
         for group in groups:
-            if group.kind is GroupKind.PAGED:
+            if group.kind is GroupKind.PAGED and (group.deals or layout.shards == 1):
                 each = -(-self.limits.max_context // group.tokens_per_entry) * group.form.bytes
                 layers.update(dict.fromkeys(group.layers, each))
         held = max(layers.values(), default=0)
@@ -382,8 +397,9 @@ class Cards:
 
 
 def _dealt(group: GroupSpec, shards: int) -> GroupSpec:
-    """Pages of whole sequences are dealt over ranks; windows and states are on each."""
-    return replace(group, shards=shards) if group.kind is GroupKind.PAGED else group
+    """Entries of whole sequences are dealt over ranks, unless too few; the rest is on each."""
+    dealt = group.kind is GroupKind.PAGED and group.deals
+    return replace(group, shards=shards) if dealt else group
 
 
 def _asked_too_much(asked: int, free: int) -> RefusedError:

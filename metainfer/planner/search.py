@@ -200,9 +200,8 @@ def _judge(
     def packings(names: Mapping[str, str]) -> dict[str, Layout]:
         return {role: packing_of(name) for role, name in names.items()}
 
-    if layout.shards > 1 and not cards.copied(layout, packings(selection.bundle.layouts)):
-        text = f"{layout.tensor} tensor ranks keep KV heads of their own: nothing is held twice"
-        cannot = (*cannot, Reason("shards", text, {"ranks": layout.tensor}))
+    if layout.shards > 1:
+        cannot = (*cannot, *cards.against_dealing(layout, packings(selection.bundle.layouts)))
 
     small: list[tuple[Mapping[str, str], CacheTooSmall]] = []  # weights fit, the cache does not
 

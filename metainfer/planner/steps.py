@@ -184,8 +184,8 @@ class StepCost:
         work, shards = self.work, self.work.layout.shards
         if shards == 1 or not work.specs:
             return work.costs.cache_reads(work.specs, context) / shards
-        dealt = [spec for spec in work.specs if spec.kind is GroupKind.PAGED]
-        rest = [spec for spec in work.specs if spec.kind is not GroupKind.PAGED]
+        dealt = [spec for spec in work.specs if spec.kind is GroupKind.PAGED and spec.deals]
+        rest = [spec for spec in work.specs if spec not in dealt]
         reads = work.costs.cache_reads
         return reads(dealt, context) / shards + reads(rest, context)
 

@@ -28,8 +28,9 @@ class RankWork:
 
     `token_bytes`: what a token adds to paged caches over all layers; `edge_bytes`: windows and
     states that a part of a chunk needs of the part before it. `paged_layers`, `choosing_layers`:
-    those with paged caches, and with index keys. `fetches`: how what is cached before a chunk
-    comes to ranks that lack it.
+    those with paged caches, and with index keys. `dealt_layers`, `dealt_bytes`: of what may be
+    dealt, layers and what a token adds. `fetches`: how what is cached before a chunk comes to ranks
+    that lack it.
     """
 
     layout: LayoutPlan
@@ -48,6 +49,8 @@ class RankWork:
     edge_bytes: float = 0.0
     paged_layers: int = 0
     choosing_layers: int = 0
+    dealt_layers: int = 0
+    dealt_bytes: float = 0.0
     fetches: Fetch | None = None
 
 
@@ -88,6 +91,8 @@ def rank_work(
         token_bytes=sum(spec.form.bytes / spec.tokens_per_entry for spec in paged),
         edge_bytes=_edge_bytes(specs),
         paged_layers=len({spec.layer for spec in paged}),
+        dealt_layers=len({spec.layer for spec in paged if spec.deals}),
+        dealt_bytes=sum(s.form.bytes / s.tokens_per_entry for s in paged if s.deals),
         choosing_layers=len({spec.layer for spec in paged if spec.name == INDEX}),
         # Heads that a rank does not keep are lent by those that do.
         fetches=fetches(held.layout) or (Fetch.LENT if held.prompt_specs != held.specs else None),

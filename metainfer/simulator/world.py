@@ -49,7 +49,7 @@ def world_of(resolved: Resolved, facts: Facts, *, share: float = SHARE) -> World
         max_drafts=plan.draft.depth,
         model_drafts=plan.draft.method == MODEL,
         adaptive_drafts=plan.draft.adaptive,
-        split_phases=plan.layouts[0].prefill > 1,
+        split_phases=plan.layouts[0].splits_phases,
         layouts={Phase(phase): name for phase, name in plan.phase_layout.items()},
     )
     calibration = chosen.calibration

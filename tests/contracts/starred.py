@@ -175,6 +175,7 @@ HEAVY = (
     "executor.assemble",
     "executor.drawing",
     "executor.graphs",
+    "executor.dealt",
     "executor.finite",
     "executor.inputs",
     "executor.late",

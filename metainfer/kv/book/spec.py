@@ -46,7 +46,8 @@ class CacheSpec:
     `tokens_per_entry`: 1, or the compression ratio. `page_tokens`: a page size of its own, 0 for
     the common one. A `STATE` has `rows` rows per slot; `snapshot_rows` is how many of them, from
     the end, a hit needs (0: all). A layer that borrows (`kv_source`, `index_source`) names the
-    layer whose cache it reads and owns none itself.
+    layer whose cache it reads and owns none itself. `deals`: entries of a paged cache may be dealt
+    over ranks that would all hold them.
     """
 
     layer: int
@@ -61,6 +62,7 @@ class CacheSpec:
     rewind: Rewind = Rewind.CURSOR
     ring_tokens: int = 0
     clean_tokens: int = 0
+    deals: bool = True
     kv_source: int | None = None
     index_source: int | None = None
 
@@ -86,8 +88,9 @@ class GroupSpec:
     `page_tokens`: tokens a page covers (the block that the book hands out). `kernel_page_entries`:
     entries per *physical* page as the kernel walks it; a logical page is a whole number of them.
     `snapshot_tokens`: for a state without `clean_tokens`, the distance between snapshots. `cache`:
-    the name by which a layer's view is found. `shards`: ranks over which the pages are dealt, each
-    of which holds its part of the bytes.
+    the name by which a layer's view is found. `deals`: see `CacheSpec`. `shards`: ranks over which
+    every page's entries are dealt in turn; entry e of a page lies with number ``e % shards``, and
+    `part` is this rank's.
     """
 
     index: int
@@ -106,16 +109,23 @@ class GroupSpec:
     ring_tokens: int = 0
     snapshot_tokens: int = 0
     clean_tokens: int = 0
+    deals: bool = True
     shards: int = 1
+    part: int = 0
 
     @property
     def page_entries(self) -> int:
         return self.page_tokens // self.tokens_per_entry
 
     @property
+    def rank_entries(self) -> int:
+        """Entries of a page that one rank holds; the most of any where they do not divide."""
+        return -(-self.page_entries // self.shards)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers of the group, on each of `shards` ranks."""
-        return -(-self.form.page_bytes(self.page_entries) * len(self.layers) // self.shards)
+        return self.form.page_bytes(self.rank_entries) * len(self.layers)
 
     @property
     def slot_bytes(self) -> int:
@@ -193,6 +203,7 @@ def _group(
         ring_tokens=first.ring_tokens,
         snapshot_tokens=snapshots,
         clean_tokens=first.clean_tokens,
+        deals=first.deals,
     )
 
 

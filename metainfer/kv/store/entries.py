@@ -22,13 +22,14 @@ class EntryPages:
 
     `group` is the group's index in `SegmentInputs.groups`, `entries` the number of entries in a
     page. `data`: plain forms [P, entries, width] in `form.stored`, scaled ones [P, page bytes]
-    uint8.
+    uint8. `parts`: ranks over which the entries of a page are dealt; `entries` are this one's.
     """
 
     group: int
     data: Tensor
     form: EntryForm
     entries: int
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

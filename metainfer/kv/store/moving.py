@@ -43,14 +43,16 @@ def lay(view: LayerView, slots: Tensor, stored: Tensor) -> None:
 
 
 def blank(view: LayerView, count: int) -> LayerView:
-    """A cache of the same form with `count` pages (lines of raw rows), holding anything."""
+    """A cache of the same form with `count` pages (lines of raw rows), holding anything; of what is
+    dealt, whole pages."""
     if isinstance(view, PagedLayerCache):
-        shape = (count, *view.k.shape[1:])
+        shape = (count, view.k.shape[1] * view.parts, *view.k.shape[2:])
         return PagedLayerCache(view.group, view.k.new_empty(shape), view.v.new_empty(shape))
-    data = view.data.new_empty(count, *view.data.shape[1:])
     if isinstance(view, StateRows):
-        return StateRows(view.group, data)
-    return EntryPages(view.group, data, view.form, view.entries)
+        return StateRows(view.group, view.data.new_empty(count, *view.data.shape[1:]))
+    entries, form = view.entries * view.parts, view.form
+    page = (form.page_bytes(entries),) if form.stored == "uint8" else (entries, form.width)
+    return EntryPages(view.group, view.data.new_empty(count, *page), form, entries)
 
 
 def _regions(pages: EntryPages) -> tuple[Tensor, ...]:

@@ -34,11 +34,13 @@ TYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(slots=True)
 class PagedLayerCache:
-    """One layer's pages: `k` and `v` [P, G, Hkv, D]; `group` is the group's index."""
+    """One layer's pages: `k` and `v` [P, G, Hkv, D]; `group` is the group's index. `parts`: ranks
+    over which the keys of a page are dealt; G are this one's."""
 
     group: int
     k: Tensor
     v: Tensor
+    parts: int = 1
 
 
 LayerView = PagedLayerCache | EntryPages | StateRows
@@ -68,13 +70,13 @@ class PairPool:
 
     def __init__(self, spec: GroupSpec, pages: int, device: torch.device) -> None:
         form = spec.form
-        self._group = spec.index
-        shape = (len(spec.layers), pages, spec.page_entries, form.heads, form.width)
+        self._group, self._parts = spec.index, spec.shards
+        shape = (len(spec.layers), pages, spec.rank_entries, form.heads, form.width)
         self.k = zeros(shape, TYPES[form.stored], device)
         self.v = zeros(shape, TYPES[form.stored], device)
 
     def view(self, row: int) -> PagedLayerCache:
-        return PagedLayerCache(self._group, self.k[row], self.v[row])
+        return PagedLayerCache(self._group, self.k[row], self.v[row], self._parts)
 
     def copy(self, move: PageCopy) -> None:
         self.k[:, move.target] = self.k[:, move.source]
@@ -94,14 +96,14 @@ class EntryPool:
     def __init__(self, spec: GroupSpec, pages: int, device: torch.device) -> None:
         form = spec.form
         self._spec = spec
-        page = (spec.page_entries, form.width)
+        page = (spec.rank_entries, form.width)
         if form.stored == "uint8":
-            page = (form.page_bytes(spec.page_entries),)  # type: ignore[assignment]
+            page = (form.page_bytes(spec.rank_entries),)  # type: ignore[assignment]
         self.data = zeros((len(spec.layers), pages, *page), TYPES[form.stored], device)
 
     def view(self, row: int) -> EntryPages:
         spec = self._spec
-        return EntryPages(spec.index, self.data[row], spec.form, spec.page_entries)
+        return EntryPages(spec.index, self.data[row], spec.form, spec.rank_entries, spec.shards)
 
     def copy(self, move: PageCopy) -> None:
         self.data[:, move.target] = self.data[:, move.source]

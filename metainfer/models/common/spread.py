@@ -4,7 +4,8 @@ Rank r computes a run of consecutive rows with whole weights. Beside its own row
 needs what the cache held before the chunk, which lies with the rank that keeps the request, and
 what the other ranks write. Both come into a copy of one layer's cache, made for the layer and
 dropped behind it; new entries go to their keeper as well. Where every rank keeps every request
-whole, the cache itself stands for the copy, and nothing is borrowed.
+whole, the cache itself stands for the copy, and nothing is borrowed. Where the cache is dealt over
+ranks, the past is gathered from their parts, and each takes its own of what is new.
 
 Raw rows of a compressor are too wide to be gathered: ranks exchange those at their borders alone,
 and those that the keeper's ring has to hold at the end.
@@ -19,7 +20,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from metainfer.comm.peers import Peers
+from metainfer.comm.peers import ALONE, Peers
 from metainfer.kv.store.moving import blank, lay, lift
 from metainfer.kv.store.pools import LayerView
 from metainfer.ops.linear.packed import PackedWeight
@@ -40,13 +41,25 @@ class Loan:
 
 
 @dataclass(frozen=True, slots=True)
+class Past:
+    """What a copy of a dealt cache begins with. `mine` [k]: slots that this rank lifts of its part,
+    equally many on all ranks; of what all lifted [ranks * k], `source` [n] goes to `to` [n] of the
+    copy. All int64."""
+
+    mine: Tensor
+    source: Tensor
+    to: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSpread:
     """One cache group in one part of the model.
 
     `lines`: pages of a copy (lines of raw rows); 0: the cache itself is on every rank. `mine` [k]:
     what this rank gives, equally many on all ranks: slots of the copy, or rows of the chunk where
     raw rows are exchanged. Of what all gave [ranks * k, ...], `copy_from` goes to `copy_to` of the
-    copy, and `home_from` to `home_to` of the cache. All int64.
+    copy, and `home_from` to `home_to` of the cache. All int64. `past`: of a dealt cache; there
+    `home_from` are slots of the copy.
     """
 
     lines: int
@@ -56,21 +69,32 @@ class GroupSpread:
     copy_to: Tensor
     home_from: Tensor
     home_to: Tensor
+    past: Past | None = None
 
 
 class Spread:
     """One rank's view of a chunk. Every rank makes the same calls in the same order.
 
     Args:
-        peers: the ranks that share the rows.
+        peers: the ranks that share the rows; alone where each computes all of them.
         parts: for each part of the model that has caches of its own (heads), every group.
-        moved: bytes that this rank received: ``loans``, ``entries``, ``edges``.
+        moved: bytes that this rank received: ``loans``, ``entries``, ``edges``, ``past``.
+        shards: the ranks over which caches are dealt.
     """
 
     def __init__(
-        self, peers: Peers, parts: Sequence[Sequence[GroupSpread]], moved: Counter[str]
+        self,
+        peers: Peers,
+        parts: Sequence[Sequence[GroupSpread]],
+        moved: Counter[str],
+        shards: Peers = ALONE,
     ) -> None:
-        self._peers, self._parts, self._moved = peers, parts, moved
+        self._peers, self._parts, self._moved, self._shards = peers, parts, moved, shards
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether other ranks compute rows of the chunk."""
+        return self._peers.size > 1
 
     def borrow(self, cache: View, part: int = 0) -> View:
         """A copy of a layer's cache with what came before the chunk."""
@@ -82,6 +106,11 @@ class Spread:
             stored = self._peers.broadcast(lift(cache, loan.slots), loan.root)
             lay(copy, loan.to, stored)
             self._count("loans", stored.nbytes if loan.root != self._peers.rank else 0)
+        if group.past is not None and len(group.past.mine):
+            lifted = lift(cache, group.past.mine)
+            self._count("past", (self._shards.size - 1) * lifted.nbytes)
+            every = self._shards.rows(lifted)
+            lay(copy, group.past.to, every.index_select(0, group.past.source))
         assert isinstance(copy, type(cache))
         return copy
 
@@ -92,11 +121,13 @@ class Spread:
     def share(self, copy: View, cache: View, part: int = 0) -> None:
         """What every rank has written to its copy, to all copies and to its keeper's cache."""
         group = self._parts[part][cache.group]
-        if not len(group.mine):
-            return
-        gathered = self._gather("entries", lift(copy, group.mine))
-        lay(copy, group.copy_to, gathered.index_select(0, group.copy_from))
-        lay(cache, group.home_to, gathered.index_select(0, group.home_from))
+        if len(group.mine) and self.shares_rows:
+            gathered = self._gather("entries", lift(copy, group.mine))
+            lay(copy, group.copy_to, gathered.index_select(0, group.copy_from))
+            if group.past is None:
+                lay(cache, group.home_to, gathered.index_select(0, group.home_from))
+        if group.past is not None:
+            lay(cache, group.home_to, lift(copy, group.home_from))
 
     def edges(self, copy: View, rows: Tensor) -> Tensor:
         """Raw rows [T, 2, C] that stand before this rank's own, into its copy; all of them come

@@ -52,6 +52,7 @@ class DeepSeekV4Arch:
     `mtp`: the draft layer is loaded and run beside the model. `ranks`: how many share each matrix,
     `expert_ranks`: the experts; of one rank, heads, output groups and ffn are its own.
     `chunk_heads`: heads that it computes in chunks, where these are not as many (0: they are).
+    `shards`: ranks over which entries and index keys are dealt.
     """
 
     layers: int
@@ -92,6 +93,7 @@ class DeepSeekV4Arch:
     ranks: int = 1
     expert_ranks: int = 1
     chunk_heads: int = 0
+    shards: int = 1
 
     @property
     def family(self) -> str:

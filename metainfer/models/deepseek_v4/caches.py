@@ -3,6 +3,10 @@
 Per token and layer kind the published account is: a window of 128 latents everywhere; one latent
 and one index key for each 4 tokens (CSA); one latent for each 128 (HCA); and the raw rows of
 windows that are still open. No torch.
+
+Where ranks share a cache, CSA's entries and keys are dealt over them. HCA keeps a fortieth of their
+bytes and a page holds one or two of its entries: it stays on every rank, and its layers send
+nothing. A window is bounded, and each rank's own heads read all of it.
 """
 
 from __future__ import annotations
@@ -68,29 +72,34 @@ def cache_specs(
                 kind=GroupKind.WINDOW,
                 form=latent,
                 window=arch.window,
-                page_tokens=_window_page(arch.window),
+                page_tokens=window_page(arch.window),
             )
         )
         if not ratio:
             continue
         overlap = kind == "csa"
-        found.append(_entries(layer, "entries", latent, ratio))
+        found.append(_entries(layer, "entries", latent, ratio, deals=overlap))
         found.append(_rows(layer, "rows", arch.head_dim, ratio, overlap, wide))
         if overlap:
             assert key is not None  # a bundle for layers with an indexer has the role
-            found.append(_entries(layer, "index", key, ratio))
+            found.append(_entries(layer, "index", key, ratio, deals=True))
             found.append(_rows(layer, "index_rows", arch.index_dim, ratio, overlap, wide))
     return tuple(found)
 
 
-def _window_page(window: int) -> int:
+def window_page(window: int) -> int:
     """Half a window, so that three pages always hold one."""
     return max(SMALLEST_PAGE, 1 << (max(window // 2, 1).bit_length() - 1))
 
 
-def _entries(layer: int, name: str, form: EntryForm, ratio: int) -> CacheSpec:
+def _entries(layer: int, name: str, form: EntryForm, ratio: int, deals: bool) -> CacheSpec:
     return CacheSpec(
-        layer=layer, name=name, kind=GroupKind.PAGED, form=form, tokens_per_entry=ratio
+        layer=layer,
+        name=name,
+        kind=GroupKind.PAGED,
+        form=form,
+        tokens_per_entry=ratio,
+        deals=deals,
     )
 
 

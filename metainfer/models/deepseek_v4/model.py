@@ -6,7 +6,8 @@ Every computation goes through `ops`, the table of implementations that the plan
 phase; nothing here knows a device, a dtype, a packing or a cache format. Where ranks share the
 model, H, G and F are those of one rank, experts may lie whole on ranks, and `wo_b`, the experts and
 the shared expert give parts of sums; latents, entries and the indexer are on every rank. Where they
-share a chunk's rows, a rank has all heads, in parts, and adds these sums up by itself.
+share a chunk's rows, a rank has all heads, in parts, and adds these sums up by itself. Where they
+share a cache, each holds a part of the chosen entries and of their keys; windows are on every rank.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from metainfer.comm.peers import SINGLE, Ranks
 from metainfer.comm.side import IN_ORDER, Done, Pending, Side
 from metainfer.core.step import ALL_LAYERS
 from metainfer.kernels.table import PhaseOps
+from metainfer.models.common.dealt import Dealt
 from metainfer.models.common.ends import Ends
 from metainfer.models.common.inputs import SegmentInputs
 from metainfer.models.common.lanes import Lane, alone
@@ -57,7 +59,7 @@ class DeepSeekV4Model:
         ranks: Ranks = SINGLE,
         parts: Sequence[Part] = (),
     ) -> None:
-        self.arch, self.ranks = arch, ranks
+        self.arch, self.ranks, self.dealt = arch, ranks, Dealt(ranks.shards)
         self.beside: Side = IN_ORDER
         self.beside_rows = 0
         words = ranks.prompts if len(parts) > 1 else ranks.tensor
@@ -201,26 +203,72 @@ class DeepSeekV4Model:
         selected = None
         if entries is not None:
             selected = self._compress(x, qr, layer, caches, kept, inputs, ops)
-        o = ops.at(layer.attn_op)(
-            q,
-            local,
-            groups[local.group].pages,
-            entries,
-            None if entries is None else groups[entries.group].pages,
-            selected,
-            _beside([part.sinks for part in parts]),
-            table,
-            inputs.positions,
-            *where,
-            scale=arch.scale,
-            window=arch.window,
-            ratio=layer.ratio,
-        )  # [T, H, d]
+        if entries is not None and entries.parts > 1:
+            o = self._over_parts(q, selected, local, entries, layer, inputs, ops)
+        else:
+            o = ops.at(layer.attn_op)(
+                q,
+                local,
+                groups[local.group].pages,
+                entries,
+                None if entries is None else groups[entries.group].pages,
+                selected,
+                _beside([part.sinks for part in parts]),
+                table,
+                inputs.positions,
+                *where,
+                scale=arch.scale,
+                window=arch.window,
+                ratio=layer.ratio,
+            )  # [T, H, d]
         found = []
         for part, heads in zip(parts, o.chunk(len(parts), dim=1), strict=True):
             z = ops.out_group(heads, part.wo_a, groups=arch.o_groups)  # [T, G * o_rank]
             found.append(ops.linear(z, part.wo_b))
         return self._start_sum(found)
+
+    def _over_parts(
+        self,
+        q: Tensor,
+        selected: Tensor | None,
+        local: Any,
+        entries: Any,
+        layer: Layer,
+        inputs: SegmentInputs,
+        ops: PhaseOps,
+    ) -> Tensor:
+        """Attention [T, H, d] over a window that is here, and entries that are dealt over ranks.
+
+        The window of its own heads each rank mixes by itself, with their sinks, so that nothing is
+        counted twice. `selected` [T, top_k]: chosen entries that are here, by this rank's numbers.
+        """
+        arch, groups, dealt = self.arch, inputs.groups, self.dealt
+        assert selected is not None
+        back = torch.arange(arch.window, dtype=torch.int32, device=q.device)
+        window = inputs.positions.int().unsqueeze(1) - back  # [T, window]; negative: none
+        near, near_log = ops.at("attn_part.window")(
+            q,
+            local,
+            groups[local.group].pages,
+            window,
+            layer.sinks,
+            inputs.query_start,
+            scale=arch.scale,
+        )
+        mixed, log = ops.at("attn_part.csa")(
+            dealt.heads(q),
+            entries,
+            groups[entries.group].pages,
+            selected,
+            None,
+            inputs.query_start,
+            scale=arch.scale,
+        )
+        logs = dealt.logs(torch.cat((log, near_log), dim=1))  # [N, T, N H + H]
+        parts = ops.attn_weigh(
+            q, mixed, logs, near, layer.cos_sin, inputs.positions, rank=dealt.rank
+        )
+        return dealt.merged(parts)
 
     def _parts(self, layer: Layer) -> list[Layer]:
         """`layer`, and what the other ranks hold of it where that is here too."""
@@ -242,9 +290,9 @@ class DeepSeekV4Model:
         inputs: SegmentInputs,
         ops: PhaseOps,
     ) -> Tensor | None:
-        """Write the entries of windows that close; [T, top_k] entries chosen by the indexer, or
-        None where every visible one is read. `kept`: where a request stays, of which `caches` are
-        copies while ranks share its rows."""
+        """Write the entries of windows that close; [T, top_k] entries chosen by the indexer, of
+        those that are here where keys are dealt, or None where every visible one is read. `kept`:
+        where a request stays, of which `caches` are copies while ranks share its rows."""
         arch, groups, spread = self.arch, inputs.groups, inputs.spread
         assert layer.compress is not None and layer.entry is not None
         rows = ops.linear_f32(x, layer.compress)  # [T, 2 C (+ 4 C' + heads)]
@@ -253,7 +301,8 @@ class DeepSeekV4Model:
 
         def write(op: Any, kv: Tensor, gate: Tensor, parts: Any, name: str, state: str) -> None:
             pages, raw = caches[name], caches[state]
-            if spread is not None:
+            shared = spread is not None and spread.shares_rows
+            if spread is not None and shared:
                 biased = gate + parts.ape.to(gate.dtype)[inputs.positions % layer.ratio]
                 edges = spread.edges(raw, torch.stack((kv, biased), dim=1).to(raw.data.dtype))
             op(
@@ -273,6 +322,7 @@ class DeepSeekV4Model:
             )
             if spread is not None:
                 spread.share(pages, kept[name])
+            if spread is not None and shared:
                 spread.keep(kept[state], edges)
 
         write(ops.at(layer.compress_op), kv, gate, layer.entry, "entries", "rows")
@@ -283,6 +333,20 @@ class DeepSeekV4Model:
         keys = caches["index"]
         q = ops.linear(qr, layer.index_q).view(-1, arch.index_heads, arch.index_dim)
         q = ops.index_query(q, inputs.positions, layer.cos_sin, keys.form)
+        if keys.parts > 1:
+            visible = self.dealt.held((inputs.positions + 1) // layer.ratio)
+            found, values = ops.index_part(
+                q,
+                g,
+                keys,
+                groups[keys.group].pages,
+                visible,
+                inputs.query_start,
+                top_k=arch.index_topk,
+                scale=arch.index_scale,
+            )
+            own: Tensor = ops.index_merge(*self.dealt.choices(found, values), rank=self.dealt.rank)
+            return own
         chosen: Tensor = ops.index_select(
             q,
             g,

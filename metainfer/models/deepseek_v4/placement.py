@@ -102,6 +102,7 @@ def on_rank(arch: DeepSeekV4Arch, layout: LayoutPlan) -> DeepSeekV4Arch:
         ranks=tensor,
         expert_ranks=layout.expert,
         chunk_heads=arch.heads if layout.prefill > 1 else 0,
+        shards=layout.shards,
     )
 
 

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 
 from metainfer.core.step import Phase
 from metainfer.kernels.impl import OpRequest
+from metainfer.models.deepseek_v4.caches import window_page
 
 if TYPE_CHECKING:
     from metainfer.models.arch import WeightSpec
     from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
 
+SHORT = (Phase.DECODE, Phase.VERIFY)
+"""Phases that read a dealt cache in parts; chunks gather it, and where ranks share one, no segment
+mixes both."""
 TYPICAL_CONTEXT = 4096
 """Cached tokens per sequence at which candidates are ranked."""
 
@@ -107,13 +111,30 @@ class _Requests:
         shape = {"seqs": seqs, "d": arch.index_dim, "ratio": arch.csa, "rotated": arch.rope_dim}
         self.ask("compress_index", shape, csa, "overlap")
         self.ask("index_query", key, csa)
-        self.ask("index_select", {**key, **sparse, "seqs": seqs, "context": context}, csa)
         self.ask("attn_sparse", span, arch.kinds.count("window"), site="attn_sparse.window")
-        self.ask("attn_sparse", {**span, **sparse}, csa, "selected", site="attn_sparse.csa")
+        if arch.shards > 1 and self.phase in SHORT:
+            self.over_parts({**key, **sparse, "seqs": seqs, "context": context}, span, csa)
+        else:
+            self.ask("index_select", {**key, **sparse, "seqs": seqs, "context": context}, csa)
+            self.ask("attn_sparse", {**span, **sparse}, csa, "selected", site="attn_sparse.csa")
         dense = {"ratio": arch.hca, "page": page_tokens // arch.hca}
         self.ask("attn_sparse", {**span, **dense}, hca, "entries", site="attn_sparse.hca")
         group = {**head, "hq": arch.heads, "groups": arch.o_groups, "n": arch.o_rank}
         self.ask("out_group", group, arch.layers)
+
+    def over_parts(self, key: Mapping[str, int], span: Mapping[str, int], count: int) -> None:
+        """Of `count` layers whose entries and keys are dealt. `key`: the indexer's shape; `span`:
+        attention's, with one rank's heads."""
+        shards, window = self.arch.shards, span["window"]
+        page, all_heads = key["page"] // shards, span["hq"] * shards
+        head = {name: extent for name, extent in span.items() if name != "window"}
+        self.ask("index_part", {**key, "shards": shards, "page": page}, count)
+        self.ask("index_merge", {"top_k": key["top_k"], "shards": shards}, count)
+        near = {**head, "top_k": window, "page": window_page(window)}
+        self.ask("attn_part", near, count, site="attn_part.window")
+        entries = {**head, "hq": all_heads, "top_k": key["top_k"], "page": page}
+        self.ask("attn_part", entries, count, site="attn_part.csa")
+        self.ask("attn_weigh", {**head, "hq": all_heads, "shards": shards}, count)
 
     def experts(self) -> None:
         arch = self.arch

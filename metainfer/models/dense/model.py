@@ -21,6 +21,7 @@ from metainfer.comm.side import Done, Pending
 from metainfer.core.step import ALL_LAYERS
 from metainfer.kernels.table import PhaseOps
 from metainfer.kv.store.pools import PagedLayerCache
+from metainfer.models.common.dealt import Dealt
 from metainfer.models.common.ends import Ends
 from metainfer.models.common.inputs import SegmentInputs
 from metainfer.models.common.lanes import Lane, alone
@@ -64,7 +65,7 @@ class DenseModel:
     ) -> None:
         self.arch = arch
         self.cos_sin = cos_sin  # [M, R] float32
-        self.peers = ranks.tensor
+        self.peers, self.dealt = ranks.tensor, Dealt(ranks.shards)
         words = ranks.prompts if len(parts) > 1 else ranks.tensor
         ends = (packed["embed"], packed["lm_head"], arch.vocab_size)
         self.ends = Ends(*ends, words, apart=bool(parts))
