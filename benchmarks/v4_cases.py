@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from metainfer.ops.attn_sparse.tiles import (
     FEW,
     FEW_SCALED,
     HOPPER,
+    SLICED,
     SMALL,
     SMALL_SCALED,
     WGMMA_SCALED,
@@ -27,6 +28,7 @@ from metainfer.ops.attn_sparse.triton_calls import attn_sparse, wgmma, wgmma_sca
 from metainfer.ops.common import rotate_tail
 from metainfer.ops.linear.fp8 import chunk, quantise, stream
 from metainfer.ops.linear.tiles import ChunkTile, StreamTile
+from metainfer.ops.moe_experts.choice import portable_for, wgmma_for
 from metainfer.ops.moe_experts.mxfp4 import Mx, experts, prepare
 from metainfer.ops.moe_experts.tiles import (
     CHUNK,
@@ -36,16 +38,16 @@ from metainfer.ops.moe_experts.tiles import (
     WGMMA_CHUNK,
     WGMMA_MANY,
     WGMMA_SOME,
+    WGMMA_STAGED,
     WGMMA_STREAM,
     PipelinedTile,
+    StagedTile,
     TableTile,
-    TallTile,
     Tile,
-    portable_for,
-    wgmma_for,
 )
 from metainfer.ops.out_group.fp8 import decoded, grouped
 from metainfer.ops.out_group.tiles import GroupTile
+from metainfer.ops.out_group.tiles import tile_for as group_tile
 from metainfer.ops.out_group.torch_group import batched
 
 BF16 = torch.bfloat16
@@ -178,17 +180,13 @@ def out_group(sweep: bool) -> Iterator[Work]:
         exact = torch.einsum("tgk,grk->tgr", rows, dense()).flatten(1)
         return exact, exact.to(BF16)
 
-    others: dict[int, tuple[GroupTile, ...]] = {
-        1: (GroupTile(16, 64, 4, 4, each=4), GroupTile(16, 128, 8, 4, early=2)),
-        16: (GroupTile(16, 64, 4, 5, each=2, early=2), GroupTile(16, 128, 8, 4, early=2)),
-        32: (GroupTile(32, 64, 4, 4, each=2, early=2), GroupTile(32, 128, 8, 3, early=2)),
-        64: (GroupTile(64, 64, 4, 3, each=3, early=2),),
-        128: (GroupTile(128, 64, 4, 3, early=2),),
-    }
     for rows in (1, 16, 32, 64, 128, 512, 2048, 8192):
         o = _tokens(rows, groups * k)
         forms: dict[str, Callable[[int], Tensor]] = {}
-        for tile in (None, *(others.get(rows, ()) if sweep else ())) if rows <= 128 else ():
+        tiles: tuple[GroupTile | None, ...] = (None,) if rows <= 128 else ()
+        if sweep and tiles:
+            tiles += (replace(group_tile((9, 0), rows), early=2),)
+        for tile in tiles:
             forms[_text(tile, "fp8")] = lambda i, o=o, t=tile: grouped(
                 o, *weights[i], groups=groups, tile=t
             )
@@ -280,8 +278,9 @@ def moe(sweep: bool) -> Iterator[Work]:
     many: list[AnyTile] = [WGMMA_CHUNK, WGMMA_MANY, CHUNK]
     if sweep:
         few += [PORTABLE_STREAM, PipelinedTile(64, 8, 8, 4, 8, wgmma=False)]
-        many += [TallTile(256, 128, 64, 8), TallTile(256, 128, 64, 8, blocks=2)]
-        many += [TallTile(128, 128, 64, 4), TallTile(128, 64, 32, 4), PORTABLE_CHUNK]
+        staged = [WGMMA_STAGED, StagedTile(64, 128, 64, 4)]
+        staged += [StagedTile(128, 64, 32, 8), StagedTile(128, 64, 32, 4)]
+        many, middle = [*many, *staged, PORTABLE_CHUNK], [*middle, *staged[2:]]
     for rows in (1, 8, 32):
         x, copies = _tokens(rows, D), 6
         sets = [_routes(rows) for _ in range(copies)]
@@ -462,7 +461,7 @@ def _attention(
         return torch.stack(exact), torch.stack(stepped).to(BF16)
 
     keys = min(context, 128) + (min(top, count) if top else count)
-    small = SMALL if form.scale == "none" else SMALL_SCALED
+    small = SLICED if form.scale == "none" else SMALL_SCALED
     tiles = _attention_tiles(form, rows) if sweep else []
     element = 1024 if form.scale == "none" else 584
     args = (q, local, local_table, entries, entry_table, picked, sinks, table, positions, start)
@@ -474,11 +473,10 @@ def _attention(
     if rows <= 2048 and (form.scale == "none" or rows <= 32):
         forms["smaller cards"] = lambda i: attn_sparse(*args, lens, **options, tile=small)
     if sweep and rows in (1, 8, 2048) and form.scale == "none":
-        sizes = ((32, 32, 8, 2), (32, 16, 8, 5), (16, 32, 8, 5))
-        forms |= {
-            _text(tile, "sliced"): lambda i, t=tile: attn_sparse(*args, lens, **options, tile=t)
-            for tile in (AttnTile(*size, sliced=True) for size in sizes)
-        }
+        for tile in (AttnTile(16, 32, 8, 5, sliced=True), SMALL):
+            forms[_text(tile, "others")] = lambda i, t=tile: attn_sparse(
+                *args, lens, **options, tile=t
+            )
     if foreign is not None:
         forms["another library's"] = lambda i: foreign(*args, lens, **options)
     chosen = wgmma if form.scale == "none" else wgmma_scaled

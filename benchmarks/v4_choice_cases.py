@@ -20,8 +20,8 @@ from metainfer.ops.indexer import cases as indexer_cases
 from metainfer.ops.indexer import ref as indexer
 from metainfer.ops.indexer.tiles import Tile
 from metainfer.ops.indexer.triton_calls import index_query, index_select
+from metainfer.ops.moe_experts.choice import wgmma_for
 from metainfer.ops.moe_experts.plan import planned, sorted_plan
-from metainfer.ops.moe_experts.tiles import wgmma_for
 from metainfer.ops.moe_route import cases as route_cases
 from metainfer.ops.moe_route import ref as router
 from metainfer.ops.moe_route.tiles import FEW, SOME

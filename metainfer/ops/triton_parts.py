@@ -19,6 +19,16 @@ def block_scale(scales, at, E8M0: tl.constexpr):
 
 
 @triton.jit
+def power(bits):
+    """2^ceil(log2(amax / 448)) from the bits of amax, floored at 1e-4; NaN stays visible."""
+    bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
+    exponent = ((bits + 0x1FFFFF) >> 23) - 8
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits < 0x7F800000, scale, float("nan")), inverse
+
+
+@triton.jit
 def come_early(lines):
     """In a kernel launched before the one in front ended: ask for the cache lines that `lines`
     points to (no kernel writes them), let the next kernel come, and wait for what the one in front

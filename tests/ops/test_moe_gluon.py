@@ -33,7 +33,7 @@ def _asm(text: str, operands: str, args: list[Any], dtype: Any, **more: Any) -> 
 
 HERE = Path(tiles.__file__).parent
 PIPELINED = loaded(HERE / "triton_pipelined.py", "triton_wgmma", asm=_asm)
-TALL = loaded(HERE / "triton_tall.py", "triton_wgmma", "triton_pipelined", asm=_asm)
+STAGED = loaded(HERE / "triton_staged.py", "triton_wgmma", "triton_pipelined", asm=_asm)
 
 
 @pytest.fixture(autouse=True)
@@ -129,8 +129,8 @@ def test_gate_and_up_of_narrow_experts(wgmma: bool) -> None:
         _close(work.run(PIPELINED.pipelined_kernel, 32, m, least, 4, 1, wgmma), work.want)
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("up", [True, False])
-def test_two_tiles_of_rows_a_program(blocks: int, up: bool) -> None:
-    work = Work(1024, 64, up)
-    _close(work.run(TALL.tall_kernel, 64, 16, 8, blocks, 1), work.want)
+def test_weights_unpacked_into_shared_memory(up: bool) -> None:
+    work = Work(1024, 32, up)
+    for m in (8, 16):
+        _close(work.run(STAGED.staged_kernel, 32, m, 8, 1), work.want)

@@ -102,6 +102,8 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
             estimate = experts.WGMMA_SOME.shared_bytes()
         elif name.startswith("experts-wgmma-many"):
             estimate = experts.WGMMA_MANY.shared_bytes()
+        elif name.startswith("experts-wgmma-staged"):
+            estimate = experts.WGMMA_STAGED.shared_bytes()
         elif name.startswith("experts-wgmma"):
             wgmma = experts.WGMMA_STREAM if "stream" in name else experts.WGMMA_CHUNK
             estimate = wgmma.shared_bytes()
@@ -120,7 +122,7 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
             scaled = "fp8" in name
             few = FEW_SCALED if scaled else FEW
             estimate = few.shared_bytes(512, 2, card, scaled)
-        elif name.startswith(("sparse-sm", "sparse-fp8-sm")):
+        elif name.startswith(("sparse-sm", "sparse-sliced", "sparse-fp8-sm")):
             scaled = "fp8" in name
             estimate = tile_for(card, scaled).shared_bytes(512, 2, card, scaled)
         else:

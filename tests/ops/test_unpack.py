@@ -15,6 +15,7 @@ from metainfer.core.step import Phase
 from metainfer.kernels.audit import target_facts
 from metainfer.kernels.impl import Context, OpRequest
 from metainfer.kernels.select import objections
+from metainfer.ops.moe_experts.choice import portable_for, wgmma_for
 from metainfer.ops.moe_experts.impls import IMPLS
 from metainfer.ops.moe_experts.tiles import (
     OPERANDS,
@@ -29,8 +30,6 @@ from metainfer.ops.moe_experts.tiles import (
     WGMMA_SOME,
     WGMMA_STREAM,
     WgmmaTile,
-    portable_for,
-    wgmma_for,
 )
 
 WORD = 0xFFFFFFFF

@@ -5,7 +5,7 @@ from metainfer.ops.attn_sparse.tiles import (
     FEW,
     FEW_SCALED,
     HOPPER,
-    SMALL,
+    SLICED,
     SMALL_SCALED,
     WGMMA,
     WGMMA_SCALED,
@@ -64,6 +64,27 @@ def _sparse(
         shape=SHAPE,
         mma="wgmma" if targets == ON_HOPPER and not few else "mma.sync",
         targets=targets,
+    )
+
+
+def _sliced(splits: int) -> Variant:
+    args: dict[str, str | int | bool] = {
+        "q": "*bf16", "cache": "*bf16", "places": "*i64", "counts": "*i32", "sinks": "*fp32",
+        "cos_sin": "*fp32", "positions": "*i64", "out": "*bf16", "parts": "*fp32",
+        "peaks": "*fp32", "totals": "*fp32", "factor": "fp32", "q_stride": "i32:16",
+        "width": "i32", "H": 64, "D": 512, "R": 64, "HB": SLICED.heads, "N": SLICED.n,
+        "SPLITS": splits, "EXACT": False,
+    }  # fmt: skip
+    return Variant(
+        impl="attn_sparse/triton",
+        name=f"sparse-sliced-{splits}",
+        kernel="metainfer.ops.attn_sparse.triton_sliced:sliced_kernel",
+        args=args,
+        warps=SLICED.warps,
+        stages=SLICED.stages,
+        shape=SHAPE,
+        mma="mma.sync",
+        targets=REST,
     )
 
 
@@ -127,7 +148,7 @@ VARIANTS = (
     _sparse(FEW_SCALED, 16, 1, ON_HOPPER, few=True),
     *(_sparse(WGMMA, splits, 0, ON_HOPPER) for splits in (1, 16)),
     *(_sparse(WGMMA_SCALED, splits, 1, ON_HOPPER) for splits in (1, 16)),
-    *(_sparse(SMALL, splits, 0, REST) for splits in (1, 16)),
+    *(_sliced(splits) for splits in (1, 16)),
     *(_sparse(SMALL_SCALED, splits, 1, EIGHT) for splits in (1, 16)),
     *(_sparse(SMALL_SCALED, splits, 2, OLD) for splits in (1, 16)),
     *(_places(scaled) for scaled in (0, 1)),

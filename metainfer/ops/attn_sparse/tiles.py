@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_SPLITS = 64
+PLACE_BYTES = 8
+"""Where one key of one query is. Of entries with scales, theirs as well."""
 HELD_BYTES = 512 << 20
 """Most bytes of a chunk's decoded entries (a million tokens at ratio 4 take half of it)."""
 
@@ -26,10 +28,14 @@ class Tile:
 
         Two stages copy a tile ahead: one finds its places, one its keys. Where the product is
         asynchronous (9.x, 64 heads) plain keys take a buffer for every stage. Scaled ones come as
-        bytes and a tail, and decoded ones pass through more memory. The audit checks it.
+        bytes and a tail, and decoded ones pass through more memory. Slices' logits meet there. The
+        audit checks it.
         """
         hopper = capability is not None and capability[0] == 9 and self.heads >= 64
         ahead = max(1, (self.stages - 1) // 2)
+        if self.sliced:
+            logits = 8 * self.heads * self.n * 4
+            return self.heads * d * element + self.n * (d * element + 16) * ahead + logits
         if scaled:
             key = 3 * ahead + (2 if hopper else 4)
         else:
@@ -58,7 +64,8 @@ class HopperTile:
 HOPPER = HopperTile()
 WGMMA = Tile(heads=64, n=64, warps=8, stages=2)
 WGMMA_SCALED = Tile(heads=64, n=32, warps=8, stages=3)
-SMALL = Tile(heads=32, n=32, warps=8, stages=5)  # shared memory of 101,376 B, all of it
+SLICED = Tile(heads=32, n=32, warps=8, stages=2, sliced=True)  # of 101,376 B nearly all
+SMALL = Tile(heads=32, n=32, warps=8, stages=5)  # where a slice would be under 16 channels
 SMALL_SCALED = Tile(heads=16, n=16, warps=8, stages=5)
 FEW = Tile(heads=16, n=64, warps=4, stages=2)
 """Where a call has so few queries that time is latency; and for scaled keys."""
@@ -67,11 +74,13 @@ FEW_ROWS = 4
 """Most queries of such a call."""
 
 
-def tile_for(capability: tuple[int, int] | None, scaled: bool = False) -> Tile:
-    """The tile of a card; `scaled`: entries are decoded on the way."""
+def tile_for(capability: tuple[int, int] | None, scaled: bool = False, d: int = 512) -> Tile:
+    """The tile of a card for `d` channels; `scaled`: entries are decoded on the way."""
     if capability is not None and capability[0] == 9:
         return WGMMA_SCALED if scaled else WGMMA
-    return SMALL_SCALED if scaled else SMALL
+    if scaled:
+        return SMALL_SCALED
+    return SLICED if d >= 128 else SMALL
 
 
 def hopper_for(rows: int, scaled: bool = False) -> Tile | HopperTile:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from metainfer.ops.triton_e4m3 import e4m3_values
+from metainfer.ops.triton_rows import row_sequence
 
 
 @triton.jit
@@ -88,17 +89,6 @@ def _turned_back(x, cos, sin, H: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _sequence(query_start, sequences, t):
-    """The sequence that row t belongs to; `sequences` for a row of padding."""
-    found = 0
-    for first in range(0, sequences, 128):
-        s = first + tl.arange(0, 128)
-        ends = tl.load(query_start + 1 + s, mask=s < sequences, other=2147483647)
-        found += tl.sum((ends <= t).to(tl.int32), axis=0)
-    return found
-
-
-@triton.jit
 def _place(page, offset, PAGE: tl.constexpr, ROW: tl.constexpr, BYTES: tl.constexpr,
            SCALES: tl.constexpr):  # fmt: skip
     """(first element of an entry, of its scales) in a cache; BYTES 0: rows without scales."""
@@ -132,7 +122,7 @@ def places_kernel(
         far = tl.sum((listed >= 0).to(tl.int32), axis=0)
     elif ENTRIES:
         far = ((position + 1) // ratio).to(tl.int32)
-    s = _sequence(query_start, sequences, t)
+    s = row_sequence(query_start, sequences, t)
     if s == sequences:
         tl.store(counts + t, 0)
     else:

@@ -199,7 +199,7 @@ def attn_sparse(
     capability, units = _card(device)
     scaled = local.form.scale != "none"
     if tile is None:
-        tile = hopper_for(rows, scaled) if hopper else tile_for(capability, scaled)
+        tile = hopper_for(rows, scaled) if hopper else tile_for(capability, scaled, d)
     block = min(tile.heads, max(16, triton.next_power_of_2(heads)))
     blocks, rotated = triton.cdiv(heads, block), cos_sin.shape[1]
     places = _located(

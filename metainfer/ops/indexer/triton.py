@@ -14,18 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from metainfer.ops.triton_order import ordered
+from metainfer.ops.triton_rows import row_sequence
+
 _LEAST = tl.constexpr(-(1 << 31))  # below every score
-
-
-@triton.jit
-def _sequence(query_start, sequences, t):
-    """The sequence that row t belongs to; `sequences` for a row of padding."""
-    found = 0
-    for first in range(0, sequences, 128):
-        i = first + tl.arange(0, 128)
-        end = tl.load(query_start + 1 + i, mask=i < sequences, other=0x7FFFFFFF)
-        found += tl.sum((end <= t).to(tl.int32), axis=0)
-    return found
 
 
 @triton.jit
@@ -100,14 +92,6 @@ def _product(keys, query, hit, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _ordered(x):
-    """float32 as whole numbers in its order: NaN above infinity, one zero."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where(x == x, bits, 0x7FFFFFFF)
-
-
-@triton.jit
 def _keep(
     hit, weight, factor, tile, count, scores, largest, greatest, line, room,
     H: tl.constexpr, NEAR: tl.constexpr, LEVELS: tl.constexpr,
@@ -119,7 +103,7 @@ def _keep(
     if hit.shape[1] > H:
         hit = tl.where((tl.arange(0, hit.shape[1]) < H)[None, :], hit, 0.0)
     hit = tl.maximum(hit, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    value = _ordered(tl.sum(hit * weight[None, :], axis=1) * factor)
+    value = ordered(tl.sum(hit * weight[None, :], axis=1) * factor)
     value = tl.where(w < count, value, _LEAST)
     tl.store(scores + line * room * 512 + w, value)
     if LEVELS >= 1:
@@ -153,7 +137,7 @@ def score_kernel(
     end = tl.minimum(row + block, last)
     head, lane = tl.arange(0, HB), tl.arange(0, WIDE)
     heads = (head < H)[:, None]
-    s = _sequence(query_start, sequences, row)
+    s = row_sequence(query_start, sequences, row)
     while row < end:
         if s >= sequences:  # padding
             row = end
@@ -208,7 +192,7 @@ def score_one_kernel(
     part, parts = tl.program_id(1), tl.num_programs(1)
     head, lane = tl.arange(0, HB), tl.arange(0, D)
     most = ((tl.load(positions + t) + 1) // ratio).to(tl.int32)
-    s = _sequence(query_start, sequences, t)
+    s = row_sequence(query_start, sequences, t)
     if (s < sequences) & (most > top_k):
         here = q + t.to(tl.int64) * (H * D) + head[:, None] * D + lane[None, :]
         query = tl.load(here, mask=(head < H)[:, None], other=0.0)

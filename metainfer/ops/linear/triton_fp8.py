@@ -19,17 +19,7 @@ import triton
 import triton.language as tl
 
 from metainfer.ops.triton_e4m3 import e4m3_rounded, e4m3_wide
-from metainfer.ops.triton_parts import block_scale, come_early, finish
-
-
-@triton.jit
-def _power(bits):
-    """2^ceil(log2(amax / 448)) from the bits of amax, floored at 1e-4; NaN stays visible."""
-    bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
-    exponent = ((bits + 0x1FFFFF) >> 23) - 8
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return tl.where(bits < 0x7F800000, scale, float("nan")), inverse
+from metainfer.ops.triton_parts import block_scale, come_early, finish, power
 
 
 @triton.jit
@@ -50,7 +40,7 @@ def quantise_kernel(
     live = (row < rows)[:, None, None]
     at = row.to(tl.int64)[:, None, None] * stride + (block * 128)[None, :, None]
     values = tl.load(x + at + col[None, None, :], mask=live, other=0.0).to(tl.float32)
-    scale, inverse = _power(tl.max(_magnitude(values), axis=2))  # [ROWS, BLOCKS]
+    scale, inverse = power(tl.max(_magnitude(values), axis=2))  # [ROWS, BLOCKS]
     if MIXED:  # k = 16 c + 4 i + j stands at 32 i + 4 c + j
         col = (col // 4 % 4) * 32 + col // 16 * 4 + col % 4
     at = row.to(tl.int64)[:, None, None] * K + (block * 128)[None, :, None]
@@ -87,7 +77,7 @@ def stream_kernel(
         weight_scale = ahead  # the next one is on its way while this block is multiplied
         ahead = block_scale(scales, row_scale + tl.minimum(step + 1, STEPS - 1), E8M0)
         wide = tl.load(token + step * 128, mask=live, other=0.0).to(tl.float32)  # [M, 128]
-        scale, inverse = _power(tl.max(_magnitude(wide), axis=1))
+        scale, inverse = power(tl.max(_magnitude(wide), axis=1))
         values = wide * inverse[:, None]
         block = tl.load(weight + step * 128)  # [BN, 128]
         if EIGHT:

@@ -14,19 +14,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from metainfer.core.errors import InternalError
 from metainfer.ops.linear.fp8 import capability, quantise, wide_type
 from metainfer.ops.linear.packed import PackedWeight
+from metainfer.ops.moe_experts.choice import portable_for, wgmma_for
 from metainfer.ops.moe_experts.plan import planned, sorted_bounds
 from metainfer.ops.moe_experts.sorting import blocks_of
 from metainfer.ops.moe_experts.tiles import (
     FEW_SLOTS,
     SPAN,
+    StagedTile,
     TableTile,
-    TallTile,
     Tile,
     WgmmaTile,
     chunk_for,
-    portable_for,
     stream_for,
-    wgmma_for,
 )
 from metainfer.ops.moe_experts.triton_combine import combine_kernel
 from metainfer.ops.moe_experts.triton_mxfp4 import (
@@ -36,7 +35,7 @@ from metainfer.ops.moe_experts.triton_mxfp4 import (
     stream_up_kernel,
 )
 from metainfer.ops.moe_experts.triton_pipelined import pipelined_kernel
-from metainfer.ops.moe_experts.triton_tall import tall_kernel
+from metainfer.ops.moe_experts.triton_staged import staged_kernel
 from metainfer.ops.moe_experts.triton_wgmma import experts_kernel
 
 
@@ -137,11 +136,11 @@ def _product(
             k, n, top, up, tile.n, tile.m, tile.blocks, tile.stages, tile.warps,
             num_warps=tile.warps,
         )  # fmt: skip
-    elif isinstance(tile, TallTile):
-        tall_kernel[n // tile.n, table.shape[0]](
+    elif isinstance(tile, StagedTile):
+        staged_kernel[n // tile.n, table.shape[0]](
             q, scales, order, table, routes, weight.words.view(torch.int32), weight.scales,
-            weight.refs, out, limit, k, n, top, up, tile.n, tile.m, tile.least, tile.blocks,
-            tile.warps, num_warps=tile.warps,
+            weight.refs, out, limit, k, n, top, up, tile.n, tile.m, tile.least, tile.warps,
+            num_warps=tile.warps,
         )  # fmt: skip
     else:
         pipelined_kernel[n // tile.n, table.shape[0]](

@@ -79,31 +79,29 @@ class PipelinedTile:
 
 
 @dataclass(frozen=True, slots=True)
-class TallTile:
-    """Of the Hopper form for many pairs: two tiles of `n` / 2 weight rows, each with sums of its
-    own, by up to `m` pairs; a block of up to `least` pairs takes a tile of as many.
-
-    Four blocks of 128 channels are held; all warps meet once for `blocks` of them, 1 or 2.
-    """
+class StagedTile:
+    """Of the Hopper form for many pairs: `n` weight rows by up to `m` pairs, weights unpacked into
+    shared memory. A block of up to `least` pairs takes a tile of as many."""
 
     n: int
     m: int
     least: int
     warps: int
-    blocks: int = 1
 
     def shared_bytes(self) -> int:
-        """Rings of packed weights, activations and the scales of both."""
-        return 4 * (self.n * BLOCK // 2 + self.m * BLOCK) + 2 * 16 * (self.n + self.m)
+        """Rings of packed weights, activations and the scales of both; two blocks unpacked."""
+        rings = 4 * (self.n * BLOCK // 2 + self.m * BLOCK) + 2 * 16 * (self.n + self.m)
+        return rings + 2 * self.n * BLOCK
 
 
-TableTile = WgmmaTile | PipelinedTile | TallTile
+TableTile = WgmmaTile | PipelinedTile | StagedTile
 """Tiles whose products read a table of blocks."""
 
 WGMMA_STREAM = WgmmaTile(n=64, m=8, warps=4, stages=3, blocks=2)
 WGMMA_CHUNK = WgmmaTile(n=128, m=64, warps=4, stages=4)
 WGMMA_SOME = PipelinedTile(n=64, m=16, least=8, warps=4, ring=8)
 WGMMA_MANY = PipelinedTile(n=128, m=128, least=64, warps=8)
+WGMMA_STAGED = StagedTile(n=128, m=128, least=64, warps=8)
 PORTABLE_STREAM = PipelinedTile(n=64, m=8, least=8, warps=4, wgmma=False)
 PORTABLE_CHUNK = PipelinedTile(n=128, m=64, least=32, warps=8, wgmma=False)
 STREAM_WGMMA = Tile(n=128, m=16, warps=4, stages=4)
@@ -126,25 +124,6 @@ def chunk_for(capability: tuple[int, int] | None, wide: bool = False) -> Tile:
     if wide:
         return CHUNK_WIDE
     return CHUNK_WGMMA if capability is not None and capability[0] == 9 else CHUNK
-
-
-def wgmma_for(pairs: int, experts: int, d: int, f: int) -> TableTile:
-    """The Hopper form's tile, by the pairs that an expert gets on average.
-
-    Narrow experts, and those whose scales do not come by fours, take the forms for any width.
-    """
-    if pairs > 96 * experts:
-        return WGMMA_MANY
-    if min(d, f) < 8 * BLOCK or d % (4 * BLOCK) or f % (4 * BLOCK):
-        return WGMMA_SOME if pairs <= 16 * experts else WGMMA_MANY
-    if pairs <= 8 * experts:
-        return WGMMA_STREAM
-    return WGMMA_SOME if pairs <= 16 * experts else WGMMA_CHUNK
-
-
-def portable_for(pairs: int, experts: int) -> PipelinedTile:
-    """The tile of every card with e4m3, at any width."""
-    return PORTABLE_STREAM if pairs <= 8 * experts else PORTABLE_CHUNK
 
 
 # PTX that unpacks sixteen e2m1 elements of one scale group to e4m3. Inputs: two registers of packed

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from metainfer.ops.moe_experts.sorting import SLOTS
+from metainfer.ops.triton_parts import power
 
 _SLOTS = tl.constexpr(SLOTS)
 
@@ -136,16 +137,6 @@ def _sort_few(ids, order, table, pairs, blocks, M: tl.constexpr, PAIRS: tl.const
 
 
 @triton.jit
-def _power(bits):
-    """2^ceil(log2(amax / 448)) from the bits of amax, floored at 1e-4; NaN stays visible."""
-    bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
-    exponent = ((bits + 0x1FFFFF) >> 23) - 8
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return tl.where(bits < 0x7F800000, scale, float("nan")), inverse
-
-
-@triton.jit
 def _largest(x):
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
 
@@ -174,7 +165,7 @@ def plan_kernel(
         at = row.to(tl.int64)[:, None]
         here = x + at * x_stride + block * 128 + col[None, :]
         values = tl.load(here, mask=live[:, None], other=0.0).to(tl.float32)
-        scale, inverse = _power(_largest(values))
+        scale, inverse = power(_largest(values))
         mixed = (col // 4 % 4) * 32 + col // 16 * 4 + col % 4
         rounded = (values * inverse[:, None]).to(q.dtype.element_ty)
         tl.store(q + at * K + block * 128 + mixed[None, :], rounded, mask=live[:, None])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from metainfer.ops.triton_order import ordered
 from metainfer.ops.triton_parts import come_early
 
 _LOWEST = tl.constexpr(-(1 << 31))
@@ -96,10 +97,7 @@ def _root_softplus(x):
 def _ordered(sums, known):
     """float32 sums [EP] as whole numbers in their order: NaN first, one zero; what is no expert
     comes last."""
-    bits = tl.where(sums == 0.0, 0.0, sums).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    bits = tl.where(sums == sums, bits, 0x7FFFFFFF)
-    return tl.where(known, bits, _LOWEST)
+    return tl.where(known, ordered(sums), _LOWEST)
 
 
 @triton.jit

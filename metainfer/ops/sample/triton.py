@@ -15,17 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from metainfer.ops.triton_order import ordered
+
 LEAST = tl.constexpr(-(1 << 31))
 """Below every number."""
 _NO_KEY = tl.constexpr(-(1 << 63))
-
-
-@triton.jit
-def ordered(x):
-    """float32 as whole numbers in its order: NaN above infinity, one zero."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where(x == x, bits, 0x7FFFFFFF)
 
 
 @triton.jit

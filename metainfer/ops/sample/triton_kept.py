@@ -20,11 +20,11 @@ from metainfer.ops.sample.triton import (
     filters,
     least_of,
     logits_at,
-    ordered,
     tempered,
     uniform,
     value_of,
 )
+from metainfer.ops.triton_order import ordered
 
 
 @triton.jit(do_not_specialize=["vocab", "stride"])

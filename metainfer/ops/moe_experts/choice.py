@@ -1,0 +1,34 @@
+"""Which tile a call of the MXFP4 expert products takes. No torch."""
+
+from __future__ import annotations
+
+from metainfer.ops.moe_experts.tiles import (
+    BLOCK,
+    PORTABLE_CHUNK,
+    PORTABLE_STREAM,
+    WGMMA_CHUNK,
+    WGMMA_MANY,
+    WGMMA_SOME,
+    WGMMA_STREAM,
+    PipelinedTile,
+    TableTile,
+)
+
+
+def wgmma_for(pairs: int, experts: int, d: int, f: int) -> TableTile:
+    """The Hopper form's tile, by the pairs that an expert gets on average.
+
+    Narrow experts, and those whose scales do not come by fours, take the forms for any width.
+    """
+    if pairs > 96 * experts:
+        return WGMMA_MANY
+    if min(d, f) < 8 * BLOCK or d % (4 * BLOCK) or f % (4 * BLOCK):
+        return WGMMA_SOME if pairs <= 16 * experts else WGMMA_MANY
+    if pairs <= 8 * experts:
+        return WGMMA_STREAM
+    return WGMMA_SOME if pairs <= 16 * experts else WGMMA_CHUNK
+
+
+def portable_for(pairs: int, experts: int) -> PipelinedTile:
+    """The tile of every card with e4m3, at any width."""
+    return PORTABLE_STREAM if pairs <= 8 * experts else PORTABLE_CHUNK
