@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from metainfer.core.errors import RefusedError
+from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
@@ -22,6 +22,7 @@ def halves(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
 
     Raises:
         RefusedError: they were asked for, and cannot.
+        UsageError: a negative number was.
     """
     against = []
     if layout.tensor == 1 and layout.expert <= 1:
@@ -42,6 +43,7 @@ def shared_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> i
 
     Raises:
         RefusedError: it was asked for, and cannot.
+        UsageError: a negative number was.
     """
     against = []
     if not any(spec.site.startswith("linear.shared") for spec in cards.arch.packed_weights()):
@@ -55,12 +57,12 @@ def shared_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> i
 def _decide(
     key: str, wished: int | None, against: Sequence[Reason], cards: Cards, ledger: DecisionLedger
 ) -> int:
+    flag = f"--{key.replace('_', '-')}"
+    if wished is not None and wished < 0:
+        raise UsageError(f"{flag} is {wished}.", "Name a number of tokens, or 0 for never.")
     if wished and against:
-        raise RefusedError(
-            f"{key.replace('_', '-')} was asked for and cannot be.",
-            f"Leave --{key.replace('_', '-')} out.",
-            reasons=against,
-        )
+        cause = f"{flag} {wished} was asked for, and this plan cannot do it."
+        raise RefusedError(cause, f"Leave {flag} out.", reasons=against)
     if wished is None:
         why, losers = "nothing is computed in turns", (Loser("on", (*against, UNMEASURED)),)
         ledger.record(key, 0, Origin.DERIVED if against else Origin.SEED, why, losers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_spread_contexts import planned
 
-from metainfer.core.errors import RefusedError
+from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.ledger import Origin
 from metainfer.planner.resolve import Resolved
 
@@ -49,3 +49,8 @@ def test_what_cannot_be_is_an_error_with_its_reasons(
 ) -> None:
     with pytest.raises(RefusedError, match=reason):
         planned(model, context=8192, **wish)
+
+
+def test_a_bound_is_a_number_of_tokens() -> None:
+    with pytest.raises(UsageError, match="--halves is -1"):
+        planned(DENSE, context=8192, parallel="tp8", halves=-1)
