@@ -18,7 +18,6 @@ from metainfer.ops.attn_sparse.tiles import (
     FEW_SCALED,
     HOPPER,
     SLICED,
-    SMALL,
     SMALL_SCALED,
     WGMMA_SCALED,
     HopperTile,
@@ -472,13 +471,6 @@ def _attention(
     }
     if rows <= 2048 and (form.scale == "none" or rows <= 32):
         forms["smaller cards"] = lambda i: attn_sparse(*args, lens, **options, tile=small)
-    if sweep and rows in (1, 8, 2048) and form.scale == "none":
-        for tile in (AttnTile(16, 32, 8, 5, sliced=True), SMALL):
-            forms[_text(tile, "others")] = lambda i, t=tile: attn_sparse(
-                *args, lens, **options, tile=t
-            )
-    if foreign is not None:
-        forms["another library's"] = lambda i: foreign(*args, lens, **options)
     chosen = wgmma if form.scale == "none" else wgmma_scaled
     forms["as shapes choose"] = lambda i: chosen(*args, lens, **options)
     for text, call in forms.items():
