@@ -23,6 +23,7 @@ from metainfer.ops.attn_sparse import cases as sparse_cases
 from metainfer.ops.attn_sparse import vendor_flash_mla
 from metainfer.ops.catalog import builtin_registry, op_cases
 from metainfer.ops.linear import vendor_deep_gemm
+from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.qualify import applies, qualify
 from metainfer.platform.facts import DeviceFacts, Facts, HostFacts
 
@@ -129,6 +130,25 @@ def test_a_right_product_is_let_in(install: Callable[..., None], seed: int) -> N
     install("deep_gemm", fp8_gemm_nt=counted)
     assert reasons(LINEAR, seed) == []
     assert {128, 192, 256} == set(sizes)  # every size up to the largest, and none else
+
+
+def test_the_first_call_of_a_matrix_leaves_nothing_to_compile(install: Callable[..., None]) -> None:
+    """The library compiles a form at first use: all sizes up to the first call's come before it."""
+    sizes = []
+
+    def counted(a: Any, b: Any, out: Tensor) -> None:
+        sizes.append(len(out))
+        product(a, b, out)
+
+    install("deep_gemm", fp8_gemm_nt=counted)
+    data = {
+        "elements": torch.zeros(128, 128, dtype=torch.uint8),
+        "scales": torch.full((1, 1), 127, dtype=torch.uint8),
+    }
+    weight = PackedWeight("stored@1", (128, 128), data, parts=(128,))
+    assert vendor_deep_gemm.linear(torch.ones(250, 128).bfloat16(), weight).shape == (250, 128)
+    vendor_deep_gemm.linear(torch.ones(5, 128).bfloat16(), weight)
+    assert sizes == [128, 192, 256, 256, 128]
 
 
 @pytest.mark.usefixtures("few")
