@@ -64,6 +64,7 @@ STARRED = (
     "ops.catalog",
     "ops.declare",
     "ops.declare_entries",
+    "ops.workspaces",
     "ops.foreign",
     "ops.*.impls",
     "ops.*.impls_triton",

@@ -130,8 +130,9 @@ def test_b22_what_does_not_fit_is_lowered_on_the_record() -> None:
 @pytest.mark.parametrize("depth", [0, 1, MOST])
 def test_b22_every_consumer_reads_the_effective_value(depth: int) -> None:
     """Width of verify ops, logits rows in the memory ledger, the phases that exist."""
-    found = resolved(f"ngram:{depth}" if depth else None, concurrency=8)
-    off = resolved(None, concurrency=8)
+    # Steps so short that logits take more than layers.
+    found = resolved(f"ngram:{depth}" if depth else None, concurrency=8, chunk_tokens=64)
+    off = resolved(None, concurrency=8, chunk_tokens=64)
     asked = {c.request.phase: c.request for c in found.selection.bundle.choices}
     assert (Phase.VERIFY in asked) is bool(depth)
     if depth:
@@ -143,8 +144,10 @@ def test_b22_every_consumer_reads_the_effective_value(depth: int) -> None:
         assert sampled == [8 * (1 + depth)]
     (transient,) = [row.bytes for row in found.plan.ledger if row.kind == "transient"]
     (plain_one,) = [row.bytes for row in off.plan.ledger if row.kind == "transient"]
-    more = found.arch.activation_bytes(0, 8 * depth, 2)
-    assert transient - plain_one == more
+    step = found.plan.limits.step_tokens
+    assert transient == found.arch.activation_bytes(step, 8 * (1 + depth), 2)
+    assert plain_one == found.arch.activation_bytes(step, 8, 2)
+    assert transient > plain_one or depth == 0
 
 
 def test_graphs_that_drafts_cost_are_on_the_record() -> None:

@@ -20,7 +20,9 @@ from metainfer.kernels.impl import OpRequest
 from metainfer.kv.book.spec import CacheSpec
 from metainfer.models.arch import Cut, WeightSpec, unknown_options
 from metainfer.models.deepseek_v4 import caches, cost, placement, requests, weights
+from metainfer.ops.attn_sparse.tiles import PLACE_BYTES
 from metainfer.ops.indexer.tiles import WORKSPACE, row_bytes
+from metainfer.ops.workspaces import FILTER_BYTES
 
 FAMILY = "deepseek_v4"
 
@@ -198,7 +200,8 @@ class DeepSeekV4Arch:
         return 2 * positions * self.rope_dim * 4
 
     def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:
-        """Streams twice, the widest intermediates of attention and experts, float32 logits twice.
+        """Streams twice, the widest intermediates of attention and experts, and where each query's
+        keys are; or, once that is over, streams, float32 logits and what sampling takes for them.
 
         The indexer's scores are bounded by its workspace, not by rows times entries (B-19).
         """
@@ -212,4 +215,8 @@ class DeepSeekV4Arch:
         projected = 4 * (4 * self.head_dim + 4 * self.index_dim + self.index_heads)
         scored = rows * row_bytes(self.max_context // self.csa, self.index_topk)
         scores = min(WORKSPACE, scored) if "csa" in self.kinds else 0
-        return rows * (widest + projected) + scores + logit_rows * self.vocab_size * 8
+        chosen = {"csa": self.index_topk, "hca": self.max_context // self.hca}
+        places = self.window + max(chosen.get(kind, 0) for kind in self.kinds)
+        layers = rows * (widest + projected + PLACE_BYTES * places) + scores
+        drawn = logit_rows * self.vocab_size * (4 + FILTER_BYTES)
+        return max(layers, rows * streams * dtype_bytes + drawn)

@@ -25,6 +25,7 @@ from metainfer.models.common.config import ConfigReader, token_ids
 from metainfer.models.common.rope import read_rope
 from metainfer.models.dense import cost, placement
 from metainfer.ops.rope.spec import RopeSpec
+from metainfer.ops.workspaces import FILTER_BYTES
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _QKV_BIAS_ALWAYS = ("qwen2",)
@@ -254,12 +255,13 @@ class DenseArch:
         return positions * self.rope.rotated * 4
 
     def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:
-        """Residual, normed input, the widest pair of intermediates, float32 logits twice, and what
-        adapters compute with."""
+        """Residual, normed input, the widest pair of intermediates and what adapters compute with;
+        or, once that is over, the stream, float32 logits and what sampling takes for them."""
         widest = max(3 * self.ffn, sum(self.qkv_rows) + self.heads * self.head_dim)
         low = self.adapters.transient_bytes(rows, dtype_bytes) if self.adapters else 0
-        held = rows * (3 * self.hidden + widest) * dtype_bytes
-        return held + logit_rows * self.vocab_size * 8 + low
+        layers = rows * (3 * self.hidden + widest) * dtype_bytes + low
+        drawn = logit_rows * self.vocab_size * (4 + FILTER_BYTES)
+        return max(layers, 2 * rows * self.hidden * dtype_bytes + drawn)
 
 
 def read_arch(config: Mapping[str, object], where: str = "config.json") -> DenseArch:

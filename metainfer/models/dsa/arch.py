@@ -23,6 +23,7 @@ from metainfer.models.arch import Cut, WeightSpec, unknown_options
 from metainfer.models.dsa import caches, cost, placement, requests, weights
 from metainfer.ops.indexer.tiles import WORKSPACE, row_bytes
 from metainfer.ops.rope.spec import RopeSpec
+from metainfer.ops.workspaces import FILTER_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +159,13 @@ class DsaArch:
 
     def activation_bytes(self, rows: int, logit_rows: int, dtype_bytes: int) -> int:
         """Residual and normed input, the widest intermediates of attention (absorbed queries and
-        what they gather) and experts, float32 logits twice, chosen positions as int32, and the
-        scores of as many rows as their workspace holds."""
+        what they gather) and experts, chosen positions as int32, and the scores of as many rows as
+        their workspace holds; or, once that is over, the stream, float32 logits and what sampling
+        takes for them."""
         absorbed = self.heads * (self.latent + self.kv_rank) + self.index_heads * self.index_dim
         routed = 3 * self.expert_ffn * self.experts_per_token + self.hidden
         widest = 2 * self.hidden + max(absorbed, routed, 3 * self.dense_ffn)
         held = rows * (widest * dtype_bytes + 4 * self.index_topk)
         scores = min(rows * row_bytes(self.max_context, self.index_topk), WORKSPACE)
-        return held + scores + logit_rows * self.vocab_size * 8
+        drawn = logit_rows * self.vocab_size * (4 + FILTER_BYTES)
+        return max(held + scores, 2 * rows * self.hidden * dtype_bytes + drawn)
