@@ -106,7 +106,7 @@ def test_a_tile_that_copies_past_its_scales_is_refused_at_declaration() -> None:
     assert WgmmaTile(64, 8, 4, 5, 1).shared_bytes() and WgmmaTile(64, 8, 4, 2, 4).shared_bytes()
 
 
-def test_one_name_one_price_narrow_experts_run_the_same_kernel() -> None:
+def test_b05_one_name_one_price_narrow_experts_run_the_same_kernel() -> None:
     """`tp8` of V4-Flash has 256 hidden channels a rank: these took a form 2 to 4 times slower."""
     impls = {impl.name: impl for impl in IMPLS}
     for target, name in (("sm_120", "triton"), ("sm_89", "triton"), ("sm_90", "triton-wgmma")):
