@@ -109,8 +109,10 @@ def test_a_card_here_holds_no_more_than_a_card_there() -> None:
     assert emulation is not None
     facts = describe("1x-h200").facts
     assert facts.device.memory_bytes is not None
+    there = describe(NAMED).facts.device.memory_bytes
+    assert there is not None
     held = emulation.on(facts).device.memory_bytes
-    assert held == describe(NAMED).facts.device.memory_bytes < facts.device.memory_bytes
+    assert held == there < facts.device.memory_bytes
     little = dataclasses.replace(
         facts, devices=(dataclasses.replace(facts.device, memory_bytes=1 << 30),)
     )
