@@ -31,9 +31,6 @@ CAPTURES = ("cuda",)
 GRAPH_BYTES = 16 << 20
 """What the driver keeps of one captured step beside its tensors (seed)."""
 
-DRAW_BYTES = 16
-"""Workspace of a drawn logit, once for all captured steps."""
-
 ITEM, FREE = "captured steps (seed)", "left over"
 STANDING = "captured steps and library workspaces"
 
@@ -134,14 +131,13 @@ def key(shapes: Sequence[StepGraph], context: int) -> str:
 def graph_row(
     shapes: Sequence[StepGraph], arch: Arch, groups: Sequence[GroupSpec], context: int, width: int
 ) -> LedgerRow | None:
-    """What captured steps hold: intermediates of the largest and of the most draws, whose memory
-    all share, and of each its logits, its page tables and the driver's part. `width`: bytes of an
-    activation element."""
+    """What captured steps hold: intermediates of the largest and its draws, whose memory all share,
+    and of each its logits, its page tables and the driver's part. `width`: bytes of an activation
+    element."""
     if not shapes:
         return None
     tables = sum(4 * group.pages_for(context) for group in groups)
     shared = max(arch.activation_bytes(s.tokens, _rows(s), width) for s in shapes)
-    shared += DRAW_BYTES * max(map(_rows, shapes)) * arch.vocab_size
     each = sum(GRAPH_BYTES + s.runs * tables + 4 * _rows(s) * arch.vocab_size for s in shapes)
     return LedgerRow(item=ITEM, kind="graphs", bytes=shared + each)
 

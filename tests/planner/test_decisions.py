@@ -17,7 +17,8 @@ from metainfer.kernels.impl import Evidence
 from metainfer.kernels.select import Policy
 from metainfer.models.registry import random_config, read_arch
 from metainfer.ops.catalog import builtin_registry
-from metainfer.planner.graphs import DRAW_BYTES, GRAPH_BYTES, wanted
+from metainfer.ops.workspaces import FILTER_BYTES
+from metainfer.planner.graphs import GRAPH_BYTES, wanted
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved, resolve
 from metainfer.platform.facts import Facts
@@ -123,7 +124,7 @@ def test_captured_steps_are_in_the_ledger_or_left_over() -> None:
     plan = resolved(concurrency=6).plan
     (row,) = [row for row in plan.ledger if row.kind == "graphs"]
     rows = [g.tokens if g.phase == "decode" else g.runs for g in plan.graphs]
-    logits = (4 * sum(rows) + DRAW_BYTES * max(rows)) * plan.model.vocab_size
+    logits = (4 * sum(rows) + FILTER_BYTES * max(rows)) * plan.model.vocab_size
     assert row.bytes > len(plan.graphs) * GRAPH_BYTES + logits
     eager = resolved(without=("kv_write/triton",), concurrency=6).plan
     assert not [row for row in eager.ledger if row.kind == "graphs"]
