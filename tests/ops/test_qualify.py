@@ -268,6 +268,8 @@ def test_planted_faults_are_refused(
 
 FREE = ("torch",)
 EXACT = [i for i in REGISTRY.impls() if i.provider in FREE and "float64" in i.dtypes]
+SHAPES = {("attn_weigh", 0)}
+"""(op, place) of tensors that give their shape and type alone."""
 
 
 @pytest.mark.parametrize(
@@ -300,7 +302,7 @@ def test_every_float_argument_has_effect(impl: Impl, seed: int) -> None:
 
     base = run(None)
     for place, arg in enumerate(case.args):
-        if place in case.outputs:
+        if place in case.outputs or (impl.op, place) in SHAPES:
             continue
         if isinstance(arg, float) or (isinstance(arg, Tensor) and arg.is_floating_point()):
             changed = run(place)
