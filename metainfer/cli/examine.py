@@ -127,6 +127,7 @@ def plan_text(document: dict[str, Any]) -> str:
         for row in document["ledger"]
     ]
     lines += _layout_lines(document["layouts"])
+    lines += _price_lines(document["layouts"][0]["prediction"])
     for row in document["decisions"]:
         if not row["key"].startswith("ops."):
             lines.append(f"{row['key']} = {row['value']}  ({row['origin']}) {row['why']}")
@@ -166,6 +167,17 @@ def _layout_lines(layouts: list[dict[str, Any]]) -> list[str]:
             shown += f"no: {_cut(row)}"
         lines.append(shown)
     return lines
+
+
+def _price_lines(prediction: dict[str, Any] | None) -> list[str]:
+    """What tokens cost on a machine whose file says its price."""
+    each = {} if prediction is None else prediction
+    prices = [
+        f"{what} {each[key]:,.4g}"
+        for what, key in (("of prompts", "prompt_price"), ("of answers", "answer_price"))
+        if each.get(key) is not None
+    ]
+    return [f"a million tokens cost, predicted: {', '.join(prices)}"] if prices else []
 
 
 def _cut(loser: dict[str, Any], limit: int = 160) -> str:

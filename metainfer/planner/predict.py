@@ -31,7 +31,7 @@ class Prediction:
     `decode_tok_s`: of `batch` sequences at `context` tokens; `one_tok_s`: of one. `first_token_s`:
     of one prompt of `prompt` tokens on an idle machine. `assumed`: what stands in for facts.
     `band`: the ends of what is expected, over the value. `calibrated`: how the steps were measured,
-    empty where they were not.
+    empty where they were not. `price_hour`: of the machine, by its file.
     """
 
     prefill_tok_s: float | None
@@ -44,6 +44,12 @@ class Prediction:
     assumed: tuple[str, ...]
     band: tuple[float, float] = (LOW / SHARE, HIGH / SHARE)
     calibrated: str = ""
+    price_hour: float | None = None
+
+    def price(self, tok_s: float | None) -> float | None:
+        """What a million tokens cost at that rate; None where it or the machine's price is not
+        known."""
+        return self.price_hour / 3600 / tok_s * 1e6 if self.price_hour and tok_s else None
 
     def to_json(self) -> dict[str, object]:
         measured = f"measured steps: {self.calibrated}"
@@ -56,6 +62,8 @@ class Prediction:
             "prompt": self.prompt,
             "decode_one_tok_s": _rounded(self.one_tok_s),
             "first_token_s": _rounded(self.first_token_s),
+            "prompt_price": _rounded(self.price(self.prefill_tok_s)),
+            "answer_price": _rounded(self.price(self.decode_tok_s)),
             "assumed": list(self.assumed),
         }
 
@@ -100,6 +108,7 @@ def predict(
         assumed=cost.assumed,
         band=band,
         calibrated="" if calibration is None else calibration.origin,
+        price_hour=facts.host.price_hour,
     )
 
 

@@ -66,6 +66,7 @@ class HostFacts:
     compiler: str | None = None  # C compiler with version
     iommu: str | None = None
     kernel: str | None = None
+    price_hour: float | None = None  # of the whole machine, in its owner's currency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,8 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _ASKED = (UNKNOWN, PROBED, DERIVED)
 #: What tells one machine from its equal; no description of a kind of machine has it.
 _IDENTITY = frozenset({"uuid", "bus_id"})
+#: What no machine says of itself, and no answer depends on.
+_OF_OWNER = frozenset({"price_hour"})
 #: What a processor does not have.
 _OF_CARDS = frozenset(
     {"capability", "shared_bytes_per_block", "warp", "bar_bytes", "switch"}
@@ -141,7 +143,7 @@ def unknown_values(facts: Facts) -> tuple[str, ...]:
         if not device.dot_flops:
             found["device.dot_flops"] = None
     for name, value in _fields(facts.host):
-        if value is None:
+        if value is None and name not in _OF_OWNER:
             found[f"host.{name}"] = None
     if facts.devices and facts.device.kind != CPU:
         groups = {"links.host": [x for x in facts.links if x.source < 0]}
