@@ -89,7 +89,7 @@ def run(
         outside_bytes=after.outside,
         slack_bytes=after.slack(before, max(peak.bytes for peak in found)),
         standing_bytes=before.beside(held),
-        captured=graphs.key(here.wanted, plan.limits.max_context),
+        captured=graphs.key(here.wanted, plan.limits.max_context, plan.shared_beside),
         origin=f"tune capacity, {told['time']}, {len(found)} steps up to {reached:,} tokens",
     )
     key = needs.needs_key(resolved.arch, plan.model.dtype, plan.bundle, plan.threads)

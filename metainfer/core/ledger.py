@@ -21,7 +21,7 @@ class Origin(StrEnum):
     FILE = "file"
     REQUEST = "request"
     CHECKPOINT = "checkpoint"
-    RECORD = "record"  # measured on this machine
+    RECORD = "record"  # measured on this machine, or on such a card by a shipped record
     PROBE = "probe"  # read off this machine
     COST_MODEL = "cost model"
     SEED = "seed"  # a labelled guess until a record replaces it

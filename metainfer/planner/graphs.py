@@ -123,9 +123,10 @@ def choose(
     return GraphChoice(graphs, "seed, up to concurrency", losers)
 
 
-def key(shapes: Sequence[StepGraph], context: int) -> str:
-    """What the bytes that captured steps hold depend on, beside the model; as a digest."""
-    return digest({"shapes": list(shapes), "context": context})
+def key(shapes: Sequence[StepGraph], context: int, beside: int) -> str:
+    """What the bytes that captured steps hold depend on, beside the model; as a digest. `beside`:
+    the plan's `shared_beside`, for a second stream has memory and library workspaces of its own."""
+    return digest({"shapes": list(shapes), "context": context, "beside": beside})
 
 
 def graph_row(

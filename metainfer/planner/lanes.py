@@ -1,6 +1,6 @@
 """What is computed beside what inside a step: halves of a chunk in turns, the shared expert beside
-the routed ones. Both are off until a measurement of this machine shows a gain (`benchmarks/overlap`
-shows it); asked for, they are on, or an error with every reason.
+the routed ones. On where a measurement showed a gain (`benchmarks/overlap` takes it, `gains` has
+it), off elsewhere; asked for, they are on, or an error with every reason.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
 from metainfer.planner.drafts import MODEL
+from metainfer.planner.gains import Gain, gain_of
 from metainfer.planner.ranks import Cards
 
-UNMEASURED = Reason("unmeasured", "no measurement of this machine shows a gain")
+UNMEASURED = Reason("unmeasured", "no measurement of such a card and layout shows a gain")
 
 
 def halves(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
@@ -51,11 +52,17 @@ def shared_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> i
     if layout.expert > layout.tensor:
         text = "domains meet at the experts: the shared one is computed beside their gathers"
         against.append(Reason("layout", text))
-    return _decide("shared_beside", cards.intent.shared_beside, against, cards, ledger)
+    gain = gain_of(cards.arch.family, cards.facts.device.capability, layout)
+    return _decide("shared_beside", cards.intent.shared_beside, against, cards, ledger, gain)
 
 
 def _decide(
-    key: str, wished: int | None, against: Sequence[Reason], cards: Cards, ledger: DecisionLedger
+    key: str,
+    wished: int | None,
+    against: Sequence[Reason],
+    cards: Cards,
+    ledger: DecisionLedger,
+    gain: Gain | None = None,
 ) -> int:
     flag = f"--{key.replace('_', '-')}"
     if wished is not None and wished < 0:
@@ -63,8 +70,14 @@ def _decide(
     if wished and against:
         cause = f"{flag} {wished} was asked for, and this plan cannot do it."
         raise RefusedError(cause, f"Leave {flag} out.", reasons=against)
+    if wished is None and gain is not None and not against:
+        ledger.record(key, gain.tokens, Origin.RECORD, gain.why)
+        return gain.tokens
     if wished is None:
-        why, losers = "nothing is computed in turns", (Loser("on", (*against, UNMEASURED)),)
+        why, losers = (
+            "nothing is computed beside something else",
+            (Loser("on", (*against, UNMEASURED)),),
+        )
         ledger.record(key, 0, Origin.DERIVED if against else Origin.SEED, why, losers)
         return 0
     why = "asked for" if wished else "switched off"

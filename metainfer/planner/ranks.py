@@ -21,6 +21,7 @@ from metainfer.planner.adapters import adapter_rows
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.emulation import Emulation
 from metainfer.planner.fitting import DOES_NOT_FIT
+from metainfer.planner.gains import rows_beside
 from metainfer.planner.layouts import fetches, of_decodes, of_prompts, talks
 from metainfer.planner.limits import (
     CacheAsk,
@@ -304,7 +305,9 @@ class Cards:
         """What captured steps take, if every op can be captured; where that was measured of these
         very steps, with what libraries keep."""
         shapes, context = self._wanted(layout, running), self.limits.max_context
-        known = None if needs is None else needs.standing(graphs.key(shapes, context))
+        capability = self.facts.device.capability
+        side = rows_beside(self.intent, self.arch.family, capability, layout)
+        known = None if needs is None else needs.standing(graphs.key(shapes, context, side))
         if known is not None:
             item = f"{graphs.STANDING} {MEASURED}"
             return [LedgerRow(item=item, kind="graphs", bytes=known)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import v4
 from harness import Answer, ask, save_tiny, start
 from test_invariance import same
@@ -25,6 +26,7 @@ from metainfer.comm.peers import Alone
 from metainfer.comm.side import Pending
 from metainfer.core.request import SamplingParams
 from metainfer.engine.engine import Engine
+from metainfer.executor.assemble import _compute_beside
 
 CHUNK = 24
 VOCAB = {"llama": 131, "deepseek-v4": 256}
@@ -182,3 +184,20 @@ def test_shorter_chunks_and_decodes_take_no_turns(
     with in_turns(engines["llama"], rng, least=20) as (peer, _):
         ask(engines["llama"], [[5] * 19], [SamplingParams(temperature=0.0, max_tokens=3)])
     assert set(peer.rows_of) == {19, 1} and peer.beside == 0
+
+
+def test_the_plan_s_bound_is_the_model_s(engines: dict[str, Engine], rng: random.Random) -> None:
+    engine = engines["deepseek-v4"]
+    assert engine.resolved is not None
+    executor: Any = engine._executor
+    model = executor._parts.model
+    _compute_beside(model, replace(engine.resolved.plan, shared_beside=5), torch.device("cpu"))
+    try:
+        forks = []
+        for rows in (5, 6):
+            model.beside = side = AnyTime(rng)
+            ask(engine, [[7] * rows], [SamplingParams(temperature=0.0, max_tokens=1)])
+            forks.append(side.forks)
+    finally:
+        model.beside_rows = 0
+    assert forks == [3, 0]  # a layer each

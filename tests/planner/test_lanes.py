@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 from test_spread_contexts import planned
 
 from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
-from metainfer.planner.resolve import Resolved
+from metainfer.engine.elsewhere import describe
+from metainfer.planner import gains, graphs
+from metainfer.planner.needs import Needs, Peak
+from metainfer.planner.opening import open_model
+from metainfer.planner.resolve import Resolved, resolve
 
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 V4 = "random:deepseek-v4-flash?layers=4"
 DENSE = "random:qwen3-8b?layers=4"
 
@@ -54,3 +64,75 @@ def test_what_cannot_be_is_an_error_with_its_reasons(
 def test_a_bound_is_a_number_of_tokens() -> None:
     with pytest.raises(UsageError, match="--halves is -1"):
         planned(DENSE, context=8192, parallel="tp8", halves=-1)
+
+
+# -- measured gains --------------------------------------------------------------------------------
+
+
+def said_of(machine: str, model: str = V4, **wishes: Any) -> tuple[object, Origin, list[str]]:
+    return said(planned(model, machine, context=8192, **wishes), "shared_beside")
+
+
+@pytest.mark.parametrize("row", gains.shipped(), ids=lambda row: row.record)
+def test_what_is_shipped_is_what_was_measured(row: gains.Gain) -> None:
+    """The worse order of launch counts, every result is equal, and a step is on only where all
+    smaller ones gained too."""
+    body = json.loads((RECORDS / f"{row.record}.json").read_text())
+    found: dict[int, list[Any]] = {}
+    for each in body["rows"]:
+        found.setdefault(int(each["row"].partition(", ")[2].partition(":")[0]), []).append(each)
+        assert each["equal"] and each["n"] >= 35
+    assert all(len(orders) == 2 for orders in found.values())
+    worse = {tokens: min(each["gain"] for each in found[tokens]) for tokens in sorted(found)}
+    assert dict(row.gains) == {tokens: round(gain, 3) for tokens, gain in worse.items()}
+    on = [n for n in sorted(found) if min(each["interval"][0] for each in found[n]) > 1]
+    assert on == sorted(found)[: len(on)] and row.tokens == on[-1]
+    assert body["device"].endswith(row.device.split()[-1])
+
+
+def test_it_is_on_where_a_gain_was_measured_and_the_plan_names_the_record() -> None:
+    found = planned(V4, "1x-h200", context=8192)
+    assert found.plan.shared_beside == 32
+    assert said(found, "shared_beside") == (32, Origin.RECORD, [])
+    (told,) = (each for each in found.plan.decisions if each.key == "shared_beside")
+    assert "2026-11-30-h200-overlap" in told.why and "1.024 at 32" in told.why
+    assert said_of("2x-h200-nop2p", parallel="2x") == (32, Origin.RECORD, [])  # one beside another
+
+
+@pytest.mark.parametrize(
+    ("machine", "wish"),
+    [
+        ("2x-h200-nop2p", {"parallel": "tp2"}),
+        ("1x-h200", {"parallel": "tp2", "one_card": True}),
+        ("2x-rtx-pro-6000", {"parallel": "single"}),
+    ],
+)
+def test_other_cards_and_ranks_that_meet_stay_off(machine: str, wish: dict[str, Any]) -> None:
+    assert said_of(machine, **wish) == (0, Origin.SEED, ["unmeasured"])
+
+
+def test_a_user_s_word_beats_what_was_measured() -> None:
+    assert said_of("1x-h200", shared_beside=0)[:2] == (0, Origin.FLAG)
+    assert said_of("1x-h200", shared_beside=4)[:2] == (4, Origin.FLAG)
+    assert said_of("1x-h200", DENSE) == (0, Origin.DERIVED, ["model", "unmeasured"])
+
+
+def test_standing_bytes_belong_to_steps_with_or_without_a_second_stream() -> None:
+    """Its memory and its libraries' workspaces stand beside weights and cache too."""
+    found = planned(V4, "1x-h200", context=8192)
+    held = found.chosen.held
+    assert held is not None
+    key = graphs.key(held.wanted, 8192, found.plan.shared_beside)
+    needs = Needs(peaks=(Peak(512, 8191, 1 << 30),), ops="", standing_bytes=12345, captured=key)
+
+    def standing(**wishes: Any) -> bool:
+        intent = Intent(model=V4, context=8192, concurrency=8, **wishes)
+        there = describe("1x-h200", intent)
+        plan = resolve(
+            intent, open_model(V4).facts, there.facts, there.registry, there.policy(intent),
+            needs=lambda key: needs,
+        ).plan  # fmt: skip
+        return any(row.kind == "graphs" and row.bytes == 12345 for row in plan.ledger)
+
+    assert standing() and standing(shared_beside=32)
+    assert not standing(shared_beside=0) and not standing(shared_beside=8)

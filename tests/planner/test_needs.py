@@ -83,7 +83,8 @@ def captured(resolved: Resolved) -> str:
     """The steps that its standing bytes belong to."""
     held = resolved.chosen.held
     assert held is not None
-    return graphs.key(held.wanted, resolved.plan.limits.max_context)
+    plan = resolved.plan
+    return graphs.key(held.wanted, plan.limits.max_context, plan.shared_beside)
 
 
 def decision(resolved: Resolved, key: str) -> Decision | None:

@@ -1,0 +1,75 @@
+"""Where computing beside something else was measured to gain: the shipped ``gains.json``.
+
+A row belongs to a family of models, a capability, and ranks that meet or one alone. It speaks of no
+other card: what was not measured stays off until somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from metainfer.core.intent import Intent
+from metainfer.core.plan import LayoutPlan
+from metainfer.planner.layouts import talks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """`gains`: tokens of a step -> seconds without / with, the median of pairs in the worse order
+    of launch; `tokens`: the largest step whose interval, and that of all smaller ones, lies above
+    1; `device`: what it was measured on; `record`: its name in ``benchmarks/records``."""
+
+    family: str
+    capability: tuple[int, int]
+    ranks_meet: bool
+    device: str
+    gains: Mapping[int, float]
+    tokens: int
+    record: str
+
+    @property
+    def why(self) -> str:
+        found = ", ".join(f"{gain:.3f} at {tokens:,}" for tokens, gain in self.gains.items())
+        return f"gain on {self.device}: {found} tokens (record {self.record})"
+
+
+@cache
+def shipped() -> tuple[Gain, ...]:
+    """Rows of the shared expert beside the routed ones."""
+    body = json.loads(resources.files("metainfer.planner").joinpath("gains.json").read_text())
+    return tuple(
+        Gain(
+            family=row["family"],
+            capability=tuple(row["capability"]),
+            ranks_meet=row["ranks_meet"],
+            device=row["device"],
+            gains={int(tokens): gain for tokens, gain in row["gains"].items()},
+            tokens=row["tokens"],
+            record=row["record"],
+        )
+        for row in body["shared_beside"]
+    )
+
+
+def gain_of(family: str, capability: tuple[int, int] | None, layout: LayoutPlan) -> Gain | None:
+    """What was measured of such a card under such a layout; None: nothing."""
+    asked = (family, capability, talks(layout))
+    for row in shipped():
+        if (row.family, row.capability, row.ranks_meet) == asked:
+            return row
+    return None
+
+
+def rows_beside(
+    intent: Intent, family: str, capability: tuple[int, int] | None, layout: LayoutPlan
+) -> int:
+    """Steps of at most so many tokens compute the shared expert beside: as asked for, else as
+    measured."""
+    if intent.shared_beside is not None:
+        return intent.shared_beside
+    found = gain_of(family, capability, layout)
+    return 0 if found is None else found.tokens
