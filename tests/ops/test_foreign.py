@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,16 +16,20 @@ from torch import Tensor
 
 from metainfer.core.intent import Intent
 from metainfer.core.step import Phase
+from metainfer.engine.elsewhere import describe
 from metainfer.engine.machine import Machine, open_machine
 from metainfer.engine.proving import Tried
-from metainfer.kernels.impl import Context, Impl, OpRequest
+from metainfer.kernels.impl import Context, Evidence, Impl, OpRequest
 from metainfer.kernels.select import objections
 from metainfer.ops.attn_sparse import cases as sparse_cases
 from metainfer.ops.attn_sparse import vendor_flash_mla
 from metainfer.ops.catalog import builtin_registry, op_cases
 from metainfer.ops.linear import vendor_deep_gemm
 from metainfer.ops.linear.packed import PackedWeight
+from metainfer.ops.linear.tiles import foreign_rows
 from metainfer.ops.qualify import applies, qualify
+from metainfer.planner.opening import open_model
+from metainfer.planner.resolve import choose
 from metainfer.platform.facts import DeviceFacts, Facts, HostFacts
 
 REGISTRY = builtin_registry()
@@ -257,10 +262,53 @@ def test_every_library_is_asked_at_1_64_and_256_rows(impl: Impl) -> None:
 
 def test_sizes_hold_the_rows_and_waste_at_most_a_third() -> None:
     for rows in range(1, 5000):
-        *smaller, last = vendor_deep_gemm.sizes(rows)
+        *smaller, last = foreign_rows(rows)
         assert last >= rows and last % 64 == 0 and all(size < rows for size in smaller)
         assert rows <= 128 or last <= rows * 3 / 2
-    assert vendor_deep_gemm.sizes(8192)[-3:] == (4096, 6144, 8192)
+    assert foreign_rows(8192)[-3:] == (4096, 6144, 8192)
+
+
+# ---- what they cost ------------------------------------------------------------------------------
+
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
+SITES = {
+    "fp8 product, wq_b": "linear.wq_b",
+    "fp8 product, wo_b": "linear.wo_b",
+    "fp8 product, wq_a+wkv": "linear.wqkv",
+    "fp8 product, shared up+gate": "linear.shared13",
+    "fp8 product, shared down": "linear.shared2",
+    "fp8 product, indexer wq_b": "linear.index_q",
+    "sparse attention, bf16": "attn_sparse.csa",
+}
+
+
+def test_auto_takes_a_library_s_kernel_only_where_it_was_the_faster_one() -> None:
+    """Record and plan of the same card: a plan binds one kernel for every context of a chunk."""
+    record = json.loads((RECORDS / "2026-11-30-h200-vendors-adapters.json").read_text())
+    faster: dict[tuple[str, int], bool] = {}
+    for row in record["rows"]:
+        theirs = row["adapter" if "context" in row else "deep_gemm"]["median_s"]
+        key = SITES[row["op"]], row["m"]
+        faster[key] = faster.get(key, True) and theirs < row["ours"]["median_s"]
+    taken = {(site, m) for m in (16, 128, 2048, 8192) for site in foreign_sites(m)}
+    assert all(faster[key] for key in taken)
+    products = set(SITES.values()) - {"attn_sparse.csa", "linear.wqkv"}
+    assert taken == {(site, m) for site in products for m in (2048, 8192)}
+
+
+def foreign_sites(rows: int) -> set[str]:
+    """Where a plan of DeepSeek-V4 for an H200 with both libraries takes them, chunks of `rows`."""
+    intent = Intent(
+        model="random:deepseek-v4-flash?layers=12",
+        chunk_tokens=rows,
+        context=34_816,
+        concurrency=16,
+    )
+    there = describe("1x-h200", intent)
+    here = dataclasses.replace(there.facts, software={**there.facts.software, **SOFTWARE})
+    policy = dataclasses.replace(there.policy(intent), min_evidence=Evidence.NONE)
+    found = choose(intent, open_model(intent.model).facts, here, REGISTRY, policy)
+    return {c.request.site for c in found.bundle.choices if c.impl.library}
 
 
 # ---- on a machine --------------------------------------------------------------------------------

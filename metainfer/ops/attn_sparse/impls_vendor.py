@@ -17,8 +17,8 @@ def _prepared(c: Context) -> float:
 
 
 def _traffic(c: Context) -> float:
-    each = extent(c, "d") * width(c)
-    return float(extent(c, "rows") * each * (keys_of(c) + 2 * extent(c, "hq")))
+    """Queries in and out: keys come from the card's second cache."""
+    return float(2 * extent(c, "rows") * extent(c, "hq") * extent(c, "d") * width(c))
 
 
 def _operations(c: Context) -> float:
@@ -42,9 +42,11 @@ IMPLS: tuple[Impl, ...] = (
         honours=frozenset({"selected", "entries"}),
         native_when=(own_matrix_unit,),
         cost=in_turn(
-            roofline(_prepared, launches=28, part=0.8),
-            # As paired on an H200: 0.69 where the entries stay in its second cache, else 0.55.
-            roofline(_traffic, _operations, part=0.4, compute_part=0.68),
+            # As paired with ours on an H200 (record 2026-11-30-h200-vendors-adapters): 0.22 ms of
+            # 2,048 rows, 0.53 of 8,192. Chosen once for every context, so by the longest, whose
+            # entries leave the second cache: 1.54 ms where a short one takes 1.25.
+            roofline(_prepared, launches=28, part=0.5),
+            roofline(_traffic, _operations, part=0.8, compute_part=0.65),
         ),
     ),
 )

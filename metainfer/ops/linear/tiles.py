@@ -123,3 +123,16 @@ def _parts(tiles: int, blocks: int, programs: int, most: int) -> int:
     """The largest divisor of `blocks` within both bounds, so that every part is as long."""
     fitting = (p for p in range(1, most + 1) if blocks % p == 0 and tiles * p <= programs)
     return max(fitting, default=1)
+
+
+FOREIGN_SMALLEST = 128
+"""Rows of a library's smallest size; the others are 2^i and 3 x 2^i times 64."""
+
+
+def foreign_rows(rows: int) -> tuple[int, ...]:
+    """All sizes that rows are padded to for a library, up to the first that holds `rows`."""
+    found = [FOREIGN_SMALLEST]
+    while found[-1] < rows:
+        whole = found[-1] & (found[-1] - 1) == 0
+        found.append(found[-1] * 3 // 2 if whole else found[-1] * 4 // 3)
+    return tuple(found)

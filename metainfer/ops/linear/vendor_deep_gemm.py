@@ -17,9 +17,7 @@ from torch import Tensor
 from metainfer.ops.foreign import library
 from metainfer.ops.linear.fp8 import quantise
 from metainfer.ops.linear.packed import PackedWeight
-
-SMALLEST = 128
-"""Rows of the smallest size; the others are 2^i and 3 x 2^i times 64."""
+from metainfer.ops.linear.tiles import foreign_rows
 
 
 def linear(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -36,7 +34,7 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     scales = weight.data["scales"]
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu).float()
-    every = sizes(rows)
+    every = foreign_rows(rows)
     key = (x.device, *weight.shape)
     for size in every:
         if _COMPILED.get(key, 0) < size:
@@ -44,15 +42,6 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
             _COMPILED[key] = size
     padded = F.pad(x, (0, 0, 0, every[-1] - rows)) if every[-1] > rows else x
     return _product(padded, elements, scales)[:rows]
-
-
-def sizes(rows: int) -> tuple[int, ...]:
-    """All sizes up to the first that holds `rows`."""
-    found = [SMALLEST]
-    while found[-1] < rows:
-        whole = found[-1] & (found[-1] - 1) == 0
-        found.append(found[-1] * 3 // 2 if whole else found[-1] * 4 // 3)
-    return tuple(found)
 
 
 _COMPILED: dict[tuple[torch.device, int, int], int] = {}
