@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -37,16 +37,12 @@ from metainfer.ops.moe_experts.tiles import (
     WGMMA_CHUNK,
     WGMMA_MANY,
     WGMMA_SOME,
-    WGMMA_STAGED,
     WGMMA_STREAM,
     PipelinedTile,
-    StagedTile,
     TableTile,
     Tile,
 )
 from metainfer.ops.out_group.fp8 import decoded, grouped
-from metainfer.ops.out_group.tiles import GroupTile
-from metainfer.ops.out_group.tiles import tile_for as group_tile
 from metainfer.ops.out_group.torch_group import batched
 
 BF16 = torch.bfloat16
@@ -182,13 +178,8 @@ def out_group(sweep: bool) -> Iterator[Work]:
     for rows in (1, 16, 32, 64, 128, 512, 2048, 8192):
         o = _tokens(rows, groups * k)
         forms: dict[str, Callable[[int], Tensor]] = {}
-        tiles: tuple[GroupTile | None, ...] = (None,) if rows <= 128 else ()
-        if sweep and tiles:
-            tiles += (replace(group_tile((9, 0), rows), early=2),)
-        for tile in tiles:
-            forms[_text(tile, "fp8")] = lambda i, o=o, t=tile: grouped(
-                o, *weights[i], groups=groups, tile=t
-            )
+        if rows <= 128:
+            forms["fp8"] = lambda i, o=o: grouped(o, *weights[i], groups=groups)
         if rows >= 128:
             forms["decoded"] = lambda i, o=o: batched(o, decoded(*weights[i], o.dtype), groups)
         for name, call in forms.items():
@@ -277,9 +268,7 @@ def moe(sweep: bool) -> Iterator[Work]:
     many: list[AnyTile] = [WGMMA_CHUNK, WGMMA_MANY, CHUNK]
     if sweep:
         few += [PORTABLE_STREAM, PipelinedTile(64, 8, 8, 4, 8, wgmma=False)]
-        staged = [WGMMA_STAGED, StagedTile(64, 128, 64, 4)]
-        staged += [StagedTile(128, 64, 32, 8), StagedTile(128, 64, 32, 4)]
-        many, middle = [*many, *staged, PORTABLE_CHUNK], [*middle, *staged[2:]]
+        many += [PORTABLE_CHUNK]
     for rows in (1, 8, 32):
         x, copies = _tokens(rows, D), 6
         sets = [_routes(rows) for _ in range(copies)]
@@ -297,7 +286,7 @@ def moe(sweep: bool) -> Iterator[Work]:
                 flops=6.0 * rows * TOP * D * F,
                 copies=copies,
             )
-    for rows in (128, 512, 2048, 8192) if sweep else (128, 2048, 8192):
+    for rows in (128, 512, 2048, 4096, 8192) if sweep else (128, 2048, 8192):
         x = _tokens(rows, D)
         chosen = _routes(rows)
         distinct = len(set(chosen[0].flatten().tolist()))

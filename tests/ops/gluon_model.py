@@ -89,10 +89,6 @@ class Memory:
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.data.permute(order))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
-        assert self.data.view(dtype).shape == tuple(shape)
-        return Memory(self.data.view(dtype))
-
     def store(self, x: Tensor) -> None:
         self.data.copy_(x)
 

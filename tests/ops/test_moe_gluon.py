@@ -33,7 +33,6 @@ def _asm(text: str, operands: str, args: list[Any], dtype: Any, **more: Any) -> 
 
 HERE = Path(tiles.__file__).parent
 PIPELINED = loaded(HERE / "triton_pipelined.py", "triton_wgmma", asm=_asm)
-STAGED = loaded(HERE / "triton_staged.py", "triton_wgmma", "triton_pipelined", asm=_asm)
 
 
 @pytest.fixture(autouse=True)
@@ -127,10 +126,3 @@ def test_gate_and_up_of_narrow_experts(wgmma: bool) -> None:
     work = Work(640, 64, True)
     for m, least in ((8, 8), (16, 8)):
         _close(work.run(PIPELINED.pipelined_kernel, 32, m, least, 4, 1, wgmma), work.want)
-
-
-@pytest.mark.parametrize("up", [True, False])
-def test_weights_unpacked_into_shared_memory(up: bool) -> None:
-    work = Work(1024, 32, up)
-    for m in (8, 16):
-        _close(work.run(STAGED.staged_kernel, 32, m, 8, 1), work.want)

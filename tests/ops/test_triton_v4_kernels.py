@@ -102,8 +102,6 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
             estimate = experts.WGMMA_SOME.shared_bytes()
         elif name.startswith("experts-wgmma-many"):
             estimate = experts.WGMMA_MANY.shared_bytes()
-        elif name.startswith("experts-wgmma-staged"):
-            estimate = experts.WGMMA_STAGED.shared_bytes()
         elif name.startswith("experts-wgmma"):
             wgmma = experts.WGMMA_STREAM if "stream" in name else experts.WGMMA_CHUNK
             estimate = wgmma.shared_bytes()

@@ -19,17 +19,14 @@ from metainfer.ops.moe_experts.tiles import (
     WGMMA_CHUNK,
     WGMMA_MANY,
     WGMMA_SOME,
-    WGMMA_STAGED,
     WGMMA_STREAM,
     PipelinedTile,
-    StagedTile,
     Tile,
     WgmmaTile,
 )
 
 PLAIN = "metainfer.ops.moe_experts.triton_mxfp4"
 HOPPER = "metainfer.ops.moe_experts.triton_wgmma"
-STAGED = "metainfer.ops.moe_experts.triton_staged"
 PIPELINED = "metainfer.ops.moe_experts.triton_pipelined"
 EIGHTS = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"
 REST = ("sm_80", "sm_89", "sm_120")
@@ -85,27 +82,6 @@ def _pipelined(name: str, tile: PipelinedTile, up: bool, f: int = F) -> Variant:
         mma=_wgmma_of(tile.m) if tile.wgmma else EIGHTS,
         targets=("sm_90", "sm_120") if tile.wgmma else REST,
         spill_bytes=160 if tile == WGMMA_MANY else 0,
-        why="pointers of copies, stored and loaded once in four blocks",
-    )
-
-
-def _staged(tile: StagedTile, up: bool) -> Variant:
-    args: dict[str, str | int | bool] = {
-        "q": "*fp8e4nv", "q_scales": "*fp32", "order": "*i32", "table": "*i32", "routes": "*fp32",
-        **WEIGHTS, "w": "*i32", "out": "*bf16", "limit": "fp32", "K": D if up else F,
-        "N": 2 * F if up else D, "TOP": TOP, "UP": up, "BN": tile.n, "M": tile.m,
-        "LEAST": tile.least, "WARPS": tile.warps,
-    }  # fmt: skip
-    return Variant(
-        impl="moe_experts/triton-wgmma",
-        name=f"experts-wgmma-staged-{'up' if up else 'down'}",
-        kernel=f"{STAGED}:staged_kernel",
-        args=args,
-        warps=tile.warps,
-        shape={"rows": 8, **SHAPE},
-        mma=_wgmma_of(tile.m),
-        targets=("sm_90", "sm_120"),
-        spill_bytes=96,
         why="pointers of copies, stored and loaded once in four blocks",
     )
 
@@ -201,7 +177,6 @@ VARIANTS = (
     *(_wgmma("chunk", WGMMA_CHUNK, up) for up in (True, False)),
     *(_pipelined("wgmma-some", WGMMA_SOME, up) for up in (True, False)),
     *(_pipelined("wgmma-many", WGMMA_MANY, up) for up in (True, False)),
-    *(_staged(WGMMA_STAGED, up) for up in (True, False)),
     *(_pipelined("portable-stream", PORTABLE_STREAM, up) for up in (True, False)),
     *(_pipelined("portable-chunk", PORTABLE_CHUNK, up) for up in (True, False)),
     _pipelined("wgmma-some-narrow", WGMMA_SOME, False, NARROW),

@@ -20,7 +20,7 @@ def wgmma_for(pairs: int, experts: int, d: int, f: int) -> TableTile:
 
     Narrow experts, and those whose scales do not come by fours, take the forms for any width.
     """
-    if pairs > 96 * experts:
+    if pairs > 80 * experts:  # most take two tiles of 64, and one of 128 costs less
         return WGMMA_MANY
     if min(d, f) < 8 * BLOCK or d % (4 * BLOCK) or f % (4 * BLOCK):
         return WGMMA_SOME if pairs <= 16 * experts else WGMMA_MANY

@@ -18,8 +18,8 @@ from metainfer.ops.declare import ON_CUDA, triton
 from metainfer.ops.moe_experts.tiles import (
     PORTABLE_CHUNK,
     WGMMA_CHUNK,
+    WGMMA_MANY,
     WGMMA_SOME,
-    WGMMA_STAGED,
     WGMMA_STREAM,
     chunk_for,
     stream_for,
@@ -71,7 +71,7 @@ IMPLS = (
             feature("wgmma"),
             *_BLOCKS,
             shared_memory(
-                max(t.shared_bytes() for t in (WGMMA_STREAM, WGMMA_SOME, WGMMA_CHUNK, WGMMA_STAGED))
+                max(t.shared_bytes() for t in (WGMMA_STREAM, WGMMA_SOME, WGMMA_CHUNK, WGMMA_MANY))
             ),
         ),
         requires_layout=STORED,

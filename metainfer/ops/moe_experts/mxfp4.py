@@ -20,7 +20,6 @@ from metainfer.ops.moe_experts.sorting import blocks_of
 from metainfer.ops.moe_experts.tiles import (
     FEW_SLOTS,
     SPAN,
-    StagedTile,
     TableTile,
     Tile,
     WgmmaTile,
@@ -35,7 +34,6 @@ from metainfer.ops.moe_experts.triton_mxfp4 import (
     stream_up_kernel,
 )
 from metainfer.ops.moe_experts.triton_pipelined import pipelined_kernel
-from metainfer.ops.moe_experts.triton_staged import staged_kernel
 from metainfer.ops.moe_experts.triton_wgmma import experts_kernel
 
 
@@ -134,12 +132,6 @@ def _product(
         experts_kernel[n // tile.n, table.shape[0]](
             q, scales, order, table, routes, weight.words, weight.scales, weight.refs, out, limit,
             k, n, top, up, tile.n, tile.m, tile.blocks, tile.stages, tile.warps,
-            num_warps=tile.warps,
-        )  # fmt: skip
-    elif isinstance(tile, StagedTile):
-        staged_kernel[n // tile.n, table.shape[0]](
-            q, scales, order, table, routes, weight.words.view(torch.int32), weight.scales,
-            weight.refs, out, limit, k, n, top, up, tile.n, tile.m, tile.least, tile.warps,
             num_warps=tile.warps,
         )  # fmt: skip
     else:

@@ -78,30 +78,13 @@ class PipelinedTile:
         return self.ring * block + self.ring // 2 * 16 * (self.n + self.m)
 
 
-@dataclass(frozen=True, slots=True)
-class StagedTile:
-    """Of the Hopper form for many pairs: `n` weight rows by up to `m` pairs, weights unpacked into
-    shared memory. A block of up to `least` pairs takes a tile of as many."""
-
-    n: int
-    m: int
-    least: int
-    warps: int
-
-    def shared_bytes(self) -> int:
-        """Rings of packed weights, activations and the scales of both; two blocks unpacked."""
-        rings = 4 * (self.n * BLOCK // 2 + self.m * BLOCK) + 2 * 16 * (self.n + self.m)
-        return rings + 2 * self.n * BLOCK
-
-
-TableTile = WgmmaTile | PipelinedTile | StagedTile
+TableTile = WgmmaTile | PipelinedTile
 """Tiles whose products read a table of blocks."""
 
 WGMMA_STREAM = WgmmaTile(n=64, m=8, warps=4, stages=3, blocks=2)
 WGMMA_CHUNK = WgmmaTile(n=128, m=64, warps=4, stages=4)
 WGMMA_SOME = PipelinedTile(n=64, m=16, least=8, warps=4, ring=8)
 WGMMA_MANY = PipelinedTile(n=128, m=128, least=64, warps=8)
-WGMMA_STAGED = StagedTile(n=128, m=128, least=64, warps=8)
 PORTABLE_STREAM = PipelinedTile(n=64, m=8, least=8, warps=4, wgmma=False)
 PORTABLE_CHUNK = PipelinedTile(n=128, m=64, least=32, warps=8, wgmma=False)
 STREAM_WGMMA = Tile(n=128, m=16, warps=4, stages=4)

@@ -22,7 +22,7 @@ def _few(tile: GroupTile, targets: tuple[str, ...]) -> Variant:
             "o": "*bf16", "w": _element(targets), "scales": "*u8", "out": "*bf16",
             "parts": "*fp32", "counters": "*i32", "rows": "i32", "N": "i32:16",
             "scale_stride": "i32", "K": K, "R": R, "M": tile.m, "BN": tile.n, "SPLITS": 2,
-            "E8M0": True, "WIDE": "type:bfloat16", "EARLY": tile.early,
+            "E8M0": True, "WIDE": "type:bfloat16",
         },
         warps=tile.warps,
         stages=tile.stages,

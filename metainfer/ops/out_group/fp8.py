@@ -42,7 +42,7 @@ def grouped(
     group_kernel[(tiles, splits)](
         o, weight, scale, out, parts, counters, rows, n, scale.stride(0),
         k, n // groups, tile.m, tile.n, splits, scale.dtype == torch.uint8, _wide_type(o),
-        tile.early, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=tile.early > 0,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 

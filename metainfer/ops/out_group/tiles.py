@@ -14,14 +14,13 @@ FEW_ROWS = 128
 @dataclass(frozen=True, slots=True)
 class GroupTile:
     """`m` tokens at most by `n` weight rows, 128 channels a step; `each` such programs fill a
-    multiprocessor. `early`: as `linear.tiles.StreamTile` says."""
+    multiprocessor."""
 
     m: int
     n: int
     warps: int
     stages: int
     each: int = 2
-    early: int = 0
 
     def shared_bytes(self) -> int:
         """Upper estimate: buffers of both operands, or the sums' way to memory."""

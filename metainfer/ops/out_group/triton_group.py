@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 
 from metainfer.ops.triton_e4m3 import e4m3_wide
-from metainfer.ops.triton_parts import block_scale, come_early, finish
+from metainfer.ops.triton_parts import block_scale, finish
 
 
 @triton.jit(do_not_specialize=["rows"])
 def group_kernel(
     o, w, scales, out, parts, counters, rows, N, scale_stride,
     K: tl.constexpr, R: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
-    E8M0: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    E8M0: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of BN rows, part of K): o [rows <= M, N / R K], w [N, K] -> [rows, N]."""
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -35,8 +35,6 @@ def group_kernel(
     weight = w + n.to(tl.int64)[:, None] * K + first * 128
     row_scale = (tile * BN // 128) * scale_stride + first
     ahead = block_scale(scales, row_scale, E8M0)
-    if EARLY > 0:
-        come_early(weight + tl.minimum(tl.arange(0, EARLY), STEPS - 1)[None, :] * 128)
     acc = tl.zeros([BN, M], tl.float32)
     for step in range(STEPS):
         scale = ahead  # the next one is on its way while this block is multiplied
