@@ -7,7 +7,7 @@ Declarations live in ``ops/<op>/impls.py`` and import neither torch nor the kern
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -69,6 +69,13 @@ class OpRequest:
     semantics: frozenset[str] = frozenset()
     schemes: tuple[str, ...] = ()
     count: int = 1
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Equal for equal requests."""
+        shape = tuple(self.shape.items())
+        named = (self.op, self.site, self.phase, self.dtype)
+        return (*named, shape, self.semantics, self.schemes, self.count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ Runs once, at start; the hot path looks a name up in the table made from the res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -125,6 +125,10 @@ class Selection:
     others: tuple[Bundle, ...] = ()
 
 
+Outcomes = dict[tuple[tuple[Hashable, ...], tuple[str | None, ...]], Choice | Unserved]
+"""By request, and by those layouts that its op's candidates need."""
+
+
 def bundle_name(layouts: Mapping[str, str]) -> str:
     return " + ".join(layouts[role] for role in sorted(layouts)) or "none"
 
@@ -184,12 +188,14 @@ def select(
     facts: Facts,
     policy: Policy,
     steps: Mapping[Phase, float] | None = None,
+    known: Outcomes | None = None,
 ) -> Selection:
     """Choose the bundle, and inside it an implementation for every request.
 
     The bundle with the smallest predicted time wins, each phase weighed by `steps`: how many of its
     steps a token of an answer takes (None: one of each). Bundles without a full cost estimate rank
-    behind those with one, by declared order.
+    behind those with one, by declared order. `known`: outcomes of earlier calls with the same
+    registry, facts and policy, and from now on of this one: layouts share most of their requests.
 
     Raises:
         RefusedError: no bundle serves the model, or none with a pin; every distinct reason of
@@ -199,12 +205,13 @@ def select(
     check_pins(registry, requests, policy)
     feasible: list[Bundle] = []
     refused: list[RefusedBundle] = []
-    found: dict[tuple[int, tuple[str | None, ...]], Choice | Unserved] = {}
+    found: Outcomes = {} if known is None else known
+    keys = [request.key for request in requests]
     roles = {request.op: roles_of(registry, request.op) for request in requests}
 
     def outcome(number: int, request: OpRequest, layouts: Mapping[str, str]) -> Choice | Unserved:
         """Looked at once for each combination of those layouts that the op's candidates need."""
-        key = (number, tuple(layouts.get(role) for role in roles[request.op]))
+        key = (keys[number], tuple(layouts.get(role) for role in roles[request.op]))
         if key not in found:
             own = {role: layouts[role] for role in roles[request.op] if role in layouts}
             found[key] = _outcome(registry, request, facts, own, policy)

@@ -18,7 +18,7 @@ from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import OpRequest
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import Policy, Selection, select
+from metainfer.kernels.select import Outcomes, Policy, Selection, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
@@ -403,10 +403,12 @@ def resolve(
     page, draft = resolver.page_tokens(), resolver.draft(limits)
     counted = resolver.census()
 
+    known: Outcomes = {}
+
     @cache
     def shapes(layout: LayoutPlan) -> Selection:
         asked = resolver.requests(dtype, limits, page, draft, counted, layout)
-        return select(registry, asked, facts, policy, shares.steps(limits, intent.goal))
+        return select(registry, asked, facts, policy, shares.steps(limits, intent.goal), known)
 
     cards = Cards(
         intent=intent,
