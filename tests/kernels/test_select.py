@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,7 @@ from metainfer.kernels.impl import Context, Evidence, Impl, Numerics, OpRequest,
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import (
     Choice,
+    Outcomes,
     Policy,
     Unserved,
     objections,
@@ -277,6 +279,18 @@ def test_cheapest_bundle_wins_over_all_sites_and_counts() -> None:
     assert selection.refused[0].reasons[0].code == "slower"
     many = (request("linear", site="linear.up", count=10), REQUESTS[1])
     assert select(registry, many, card((9, 0)), policy).bundle.name == "a@1"
+
+
+def test_layouts_share_the_outcomes_of_equal_requests_and_of_no_others() -> None:
+    """Per rank, products are narrower and the table is the same: that one is looked at once."""
+    registry = bundled()
+    policy = Policy(evidence=trusted(registry))
+    narrow = (request("linear", site="linear.up", shape={"n": 8}), REQUESTS[1])
+    known: Outcomes = {}
+    for requests in (REQUESTS, narrow, REQUESTS):
+        fresh = select(registry, requests, card((9, 0)), policy)
+        assert select(registry, requests, card((9, 0)), policy, None, known) == fresh
+    assert Counter(key[1] for key, _ in known) == {"linear.up": 4, "embed": 2}  # by two bundles
 
 
 def test_layout_pins_schemes_and_conditions() -> None:
