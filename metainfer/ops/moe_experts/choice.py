@@ -18,6 +18,7 @@ from metainfer.ops.moe_experts.tiles import (
 def wgmma_for(pairs: int, experts: int, d: int, f: int) -> TableTile:
     """The Hopper form's tile, by the pairs that an expert gets on average.
 
+    Of ranks that share the experts each counts all pairs, and so too many for those it holds.
     Narrow experts, and those whose scales do not come by fours, take the forms for any width.
     """
     if pairs > 80 * experts:  # most take two tiles of 64, and one of 128 costs less
