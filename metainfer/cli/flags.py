@@ -161,7 +161,7 @@ class EngineFlags:
     ] = None
     op: Annotated[
         tuple[str, ...],
-        _flag("--op", text="OP=IMPL: use exactly this implementation (repeatable)"),
+        _flag("--op", text="OP=IMPL or OP@PHASE=IMPL: use exactly this (repeatable)"),
     ] = ()
     layout: Annotated[
         tuple[str, ...], _flag("--layout", text="ROLE=ID: use exactly this layout (repeatable)")

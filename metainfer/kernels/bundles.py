@@ -34,6 +34,13 @@ def candidate_layouts(
     return tuple(dict(zip(names, combo, strict=True)) for combo in combos)
 
 
+def pin_of(pins: Mapping[str, str], request: OpRequest) -> str | None:
+    """The implementation asked for here: by site or op in this phase, else in every phase."""
+    names = (request.site, request.op)
+    keys = (*(f"{name}@{request.phase}" for name in names), *names)
+    return next((pins[key] for key in keys if key in pins), None)
+
+
 def check_pins(registry: Registry, requests: Sequence[OpRequest], policy: Policy) -> None:
     """Pins and allowances name what this model has.
 
@@ -41,11 +48,12 @@ def check_pins(registry: Registry, requests: Sequence[OpRequest], policy: Policy
         UsageError: an op, a role or a layout that it does not.
     """
     known = {request.op for request in requests} | {request.site for request in requests}
+    phases = {f"{name}@{r.phase}" for r in requests for name in (r.site, r.op)}
     for key in policy.pins:
-        if key not in known:
+        if key not in known | phases:
             raise UsageError(
                 f"--op names {key!r}, which this model does not use.",
-                f"It uses: {', '.join(sorted(known))}.",
+                f"It uses: {', '.join(sorted(known))}; each in every phase, or as OP@PHASE.",
                 code="unknown_op",
             )
     for key in sorted(policy.allow_fallback - known - {"all"}):

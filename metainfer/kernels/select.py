@@ -18,7 +18,7 @@ from functools import cache
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason, Verdict, all_of, reject, require
-from metainfer.kernels.bundles import candidate_layouts, check_pins, roles_of
+from metainfer.kernels.bundles import candidate_layouts, check_pins, pin_of, roles_of
 from metainfer.kernels.impl import Context, Evidence, Impl, Numerics, OpRequest, Quality
 from metainfer.kernels.refusal import refusal, unserved_reasons
 from metainfer.kernels.registry import Registry
@@ -30,7 +30,8 @@ from metainfer.platform.facts import Facts
 class Policy:
     """What may be chosen.
 
-    `pins`: op or site -> implementation name, from the user; a pin that cannot run is an error.
+    `pins`: op or site, ``op@phase`` for one phase -> implementation name, from the user; a pin that
+    cannot run is an error.
     `evidence`: implementation id -> what is known about it on this machine. `allow_fallback`: ops
     for which a `REFERENCE` implementation may be chosen by ``auto``; ``all`` allows every one.
     `min_evidence`: the weakest evidence that ``auto`` accepts. `disproven`: id -> how its cases
@@ -153,7 +154,7 @@ def select_op(
     impls = registry.of(request.op)
     verdicts = {impl.name: objections(impl, context) & _disproof(impl, policy) for impl in impls}
     costs = {impl.name: _seconds(impl, context, policy) for impl in impls}
-    pin = policy.pins.get(request.site, policy.pins.get(request.op))
+    pin = pin_of(policy.pins, request)
     if pin is not None:
         return _pinned(pin, context, impls, verdicts, costs, policy)
 
@@ -252,7 +253,7 @@ def _outcome(
     try:
         return select_op(registry, request, facts, layouts, policy)
     except RefusedError as error:
-        pin = policy.pins.get(request.site, policy.pins.get(request.op, ""))
+        pin = pin_of(policy.pins, request) or ""
         return Unserved(request, (Candidate(pin, error.reasons),), pin)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
+from metainfer.kernels.bundles import pin_of
 from metainfer.kernels.select import Selection
 from metainfer.planner.needs import ops_of
 from metainfer.planner.ranks import MEASURED, Held
@@ -24,7 +25,7 @@ def record_selection(ledger: DecisionLedger, intent: Intent, selection: Selectio
     )
     for choice in selection.bundle.choices:
         request = choice.request
-        pin = request.site in intent.ops or request.op in intent.ops
+        pin = pin_of(intent.ops, request) is not None
         measured = "record" in choice.why
         ranked = Origin.DEFAULT if choice.seconds is None else Origin.COST_MODEL
         asked = intent.origin("ops")

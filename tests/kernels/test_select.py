@@ -235,6 +235,8 @@ def test_site_pin_beats_op_pin() -> None:
     policy = Policy(evidence=trusted(registry), pins={"gemm": "a", "gemm.down": "b"})
     assert chosen(select_op(registry, request(site="gemm.down"), card((9, 0)), {}, policy)) == "b"
     assert chosen(select_op(registry, request(site="gemm.up"), card((9, 0)), {}, policy)) == "a"
+    pins = {"gemm": "a", f"gemm@{request().phase}": "b", f"gemm@{Phase.VERIFY}": "c"}
+    assert chosen(pick(registry, pins=pins)) == "b"  # and one phase's beats every phase's
 
 
 def places(error: RefusedError) -> list[str]:

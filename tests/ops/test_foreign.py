@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
@@ -290,14 +291,25 @@ def test_auto_takes_a_library_s_kernel_only_where_it_was_the_faster_one() -> Non
         theirs = row["adapter" if "context" in row else "deep_gemm"]["median_s"]
         key = SITES[row["op"]], row["m"]
         faster[key] = faster.get(key, True) and theirs < row["ours"]["median_s"]
-    taken = {(site, m) for m in (16, 128, 2048, 8192) for site in foreign_sites(m)}
+    taken = {(site, m) for m in (16, 128, 2048, 8192) for site, _ in foreign_sites(m)}
     assert all(faster[key] for key in taken)
     products = set(SITES.values()) - {"attn_sparse.csa", "linear.wqkv"}
     assert taken == {(site, m) for site in products for m in (2048, 8192)}
 
 
-def foreign_sites(rows: int) -> set[str]:
-    """Where a plan of DeepSeek-V4 for an H200 with both libraries takes them, chunks of `rows`."""
+def test_a_pin_of_one_phase_leaves_the_others_to_auto() -> None:
+    """FlashMLA serves chunks alone: asked for everywhere, no plan could decode."""
+    asked = {"attn_sparse@chunk": "flash-mla"}
+    found = {place for place in foreign_sites(8192, asked) if place[0].startswith("attn_sparse")}
+    assert found == {(f"attn_sparse.{kind}", "chunk") for kind in ("window", "csa", "hca")}
+    with pytest.raises(RefusedError, match="does not serve the decode phase"):
+        foreign_sites(8192, {"attn_sparse": "flash-mla"})
+    with pytest.raises(UsageError, match="OP@PHASE"):
+        foreign_sites(8192, {"attn_sparse@walk": "flash-mla"})
+
+
+def foreign_sites(rows: int, pins: dict[str, str] | None = None) -> set[tuple[str, str]]:
+    """Sites and phases where a plan of DeepSeek-V4 for an H200 takes them, chunks of `rows`."""
     intent = Intent(
         model="random:deepseek-v4-flash?layers=12",
         chunk_tokens=rows,
@@ -306,9 +318,11 @@ def foreign_sites(rows: int) -> set[str]:
     )
     there = describe("1x-h200", intent)
     here = dataclasses.replace(there.facts, software={**there.facts.software, **SOFTWARE})
-    policy = dataclasses.replace(there.policy(intent), min_evidence=Evidence.NONE)
+    policy = there.policy(intent)
+    policy = dataclasses.replace(policy, min_evidence=Evidence.NONE, pins=pins or {})
     found = choose(intent, open_model(intent.model).facts, here, REGISTRY, policy)
-    return {c.request.site for c in found.bundle.choices if c.impl.library}
+    choices = [(c.request, c.impl) for c in found.bundle.choices]
+    return {(request.site, request.phase.value) for request, impl in choices if impl.library}
 
 
 # ---- on a machine --------------------------------------------------------------------------------
