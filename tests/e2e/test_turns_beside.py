@@ -16,19 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import v4
 from harness import Answer, ask, save_tiny, start
 from test_invariance import same
 from torch import Tensor
 
 from metainfer.comm.peers import Alone
-from metainfer.comm.side import Pending
+from metainfer.comm.side import IN_ORDER, Pending
 from metainfer.core.request import SamplingParams
 from metainfer.engine.engine import Engine
-from metainfer.executor.assemble import _compute_beside
 
-CHUNK = 24
+CHUNK, BESIDE = 24, 5
 VOCAB = {"llama": 131, "deepseek-v4": 256}
 
 
@@ -91,14 +89,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
         folder = tmp_path_factory.mktemp(name)
         if name == "llama":
             save_tiny("llama", folder, 2)
-            layouts = {}
+            wishes: dict[str, Any] = {}
         else:
             shape = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_hash_layers": 1}
             v4.save(v4.tiny(22, **shape), folder)
             layouts = {"kv": "latent@1", "index": "index@1"}
+            wishes = {"layouts": layouts, "shared_beside": BESIDE}
         found[name] = start(
             Path(folder), dtype="float64", context=96, concurrency=4, chunk_tokens=CHUNK,
-            layouts=layouts,
+            **wishes,
         )  # fmt: skip
     yield found
     for engine in found.values():
@@ -116,7 +115,7 @@ def in_turns(engine: Engine, rng: random.Random, least: int = 2) -> Iterator[tup
     if dense:
         model.peers = peer
     else:
-        model.ranks = replace(before, tensor=peer)
+        rows, model.ranks = model.beside_rows, replace(before, tensor=peer)
         model.beside, model.beside_rows = side, 7
     try:
         yield peer, side
@@ -125,7 +124,19 @@ def in_turns(engine: Engine, rng: random.Random, least: int = 2) -> Iterator[tup
         if dense:
             model.peers = before
         else:
-            model.ranks, model.beside_rows = before, 0
+            model.ranks, model.beside, model.beside_rows = before, IN_ORDER, rows
+
+
+@contextmanager
+def nothing_beside(engine: Engine) -> Iterator[None]:
+    executor: Any = engine._executor
+    model = executor._parts.model
+    rows = getattr(model, "beside_rows", 0)
+    model.beside_rows = 0
+    try:
+        yield
+    finally:
+        model.beside_rows = rows
 
 
 def drawn(rng: random.Random, name: str, count: int) -> tuple[list[list[int]], list[Any]]:
@@ -151,7 +162,8 @@ def test_turns_change_no_answer(name: str, engines: dict[str, Engine], rng: rand
     engine = engines[name]
     wanted: list[Answer] = []
     for prompt, each in zip(prompts, params, strict=True):
-        wanted += ask(engine, [prompt], [each], audit=False)
+        with nothing_beside(engine):
+            wanted += ask(engine, [prompt], [each], audit=False)
     with in_turns(engine, rng) as (peer, side):
         found = ask(engine, prompts, params, audit=False)
     for answer, expected in zip(found, wanted, strict=True):
@@ -187,17 +199,12 @@ def test_shorter_chunks_and_decodes_take_no_turns(
 
 
 def test_the_plan_s_bound_is_the_model_s(engines: dict[str, Engine], rng: random.Random) -> None:
-    engine = engines["deepseek-v4"]
-    assert engine.resolved is not None
+    engine, forks = engines["deepseek-v4"], []
     executor: Any = engine._executor
     model = executor._parts.model
-    _compute_beside(model, replace(engine.resolved.plan, shared_beside=5), torch.device("cpu"))
-    try:
-        forks = []
-        for rows in (5, 6):
-            model.beside = side = AnyTime(rng)
-            ask(engine, [[7] * rows], [SamplingParams(temperature=0.0, max_tokens=1)])
-            forks.append(side.forks)
-    finally:
-        model.beside_rows = 0
+    for rows in (BESIDE, BESIDE + 1):
+        model.beside = side = AnyTime(rng)
+        ask(engine, [[7] * rows], [SamplingParams(temperature=0.0, max_tokens=1)])
+        model.beside = IN_ORDER
+        forks.append(side.forks)
     assert forks == [3, 0]  # a layer each

@@ -13,7 +13,7 @@ from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.engine.elsewhere import describe
-from metainfer.planner import gains, graphs
+from metainfer.planner import gains, graphs, lanes
 from metainfer.planner.needs import Needs, Peak
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved, resolve
@@ -114,7 +114,17 @@ def test_other_cards_and_ranks_that_meet_stay_off(machine: str, wish: dict[str, 
 def test_a_user_s_word_beats_what_was_measured() -> None:
     assert said_of("1x-h200", shared_beside=0)[:2] == (0, Origin.FLAG)
     assert said_of("1x-h200", shared_beside=4)[:2] == (4, Origin.FLAG)
+
+
+def test_other_families_stay_off() -> None:
+    other = "random:deepseek-v3.2?layers=4"  # with a shared expert
+    assert said_of("1x-h200", other) == (0, Origin.SEED, ["unmeasured"])
     assert said_of("1x-h200", DENSE) == (0, Origin.DERIVED, ["model", "unmeasured"])
+
+
+def test_a_gain_does_not_beat_what_stands_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "gain_of", lambda *asked: gains.shipped()[0])
+    assert said_of("1x-h200", DENSE)[:2] == (0, Origin.DERIVED)
 
 
 def test_standing_bytes_belong_to_steps_with_or_without_a_second_stream() -> None:
