@@ -124,7 +124,8 @@ def test_other_families_stay_off() -> None:
 
 def test_a_gain_does_not_beat_what_stands_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "gain_of", lambda *asked: gains.shipped()[0])
-    assert said_of("1x-h200", DENSE)[:2] == (0, Origin.DERIVED)
+    found = planned.__wrapped__(DENSE, "1x-h200", context=8192)  # never one from before
+    assert said(found, "shared_beside")[:2] == (0, Origin.DERIVED)
 
 
 def test_standing_bytes_belong_to_steps_with_or_without_a_second_stream() -> None:
