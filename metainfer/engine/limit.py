@@ -23,7 +23,8 @@ NAME = "limit"
 def try_limit(engine: Engine, limit: int, vocab: int, note: Callable[[str], None]) -> None:
     """Serve a random prompt that fills `limit` tokens with its one token of answer.
 
-    Nothing of it stays: neither in the prefix cache nor in the counters.
+    Nothing of it stays in the prefix cache or in the scheduler's counters. Where ranks hold caches
+    of their own, one of them is tried.
 
     Raises:
         UserError: it was refused, or met a fault; says which.

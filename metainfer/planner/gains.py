@@ -1,7 +1,8 @@
 """Where computing beside something else was measured to gain: the shipped ``gains.json``.
 
-A row belongs to a family of models, a capability, and ranks that meet or one alone. It speaks of no
-other card: what was not measured stays off until somebody asks for it.
+A row belongs to a family of models, a capability, and ranks that meet or one alone: cards of one
+capability run the same kernels, and the plan names the card that was measured. Elsewhere it stays
+off until somebody asks for it.
 """
 
 from __future__ import annotations

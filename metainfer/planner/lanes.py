@@ -1,6 +1,7 @@
 """What is computed beside what inside a step: halves of a chunk in turns, the shared expert beside
-the routed ones. On where a measurement showed a gain (`benchmarks/overlap` takes it, `gains` has
-it), off elsewhere; asked for, they are on, or an error with every reason.
+the routed ones. The shared expert is where a measurement showed a gain (`benchmarks/overlap` takes
+it, `gains` has it), and off elsewhere; halves are off, nothing was measured. Asked for, they are
+on, or an error with every reason.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 
+from metainfer.comm import layout
 from metainfer.comm.backends.cuda import host_slot_bytes
 from metainfer.comm.model import MIB, host_bytes, host_limit_us
 from metainfer.comm.pieces import Slots, cut
@@ -43,3 +44,10 @@ def test_the_limit_is_the_slowest_of_each_way_and_both() -> None:
     up = 3 * size / 55e9 * 1e6
     assert host_limit_us("one_shot", 4, size) == pytest.approx(up)
     assert host_limit_us("two_shot", 4, size) < host_limit_us("one_shot", 4, size)
+
+
+@pytest.mark.parametrize("groups", [(2,) * 5, (2, 2, 2, 4, 8)])
+def test_a_layout_s_groups_fit_into_a_container_s_shared_memory(groups: tuple[int, ...]) -> None:
+    """64 MiB where nobody asked for more: with 32 MiB each, two groups did not start."""
+    slabs = (layout.slab_bytes(n, host_slot_bytes(n), shared=True) * n for n in groups)
+    assert sum(slabs) < 56 << 20

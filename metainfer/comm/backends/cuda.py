@@ -42,16 +42,16 @@ STREAM_BYTES, STREAM_RANKS = 128 << 10, 4
 parts; more ranks would each take as many messages."""
 PART_BYTES = 128 << 10
 """Of a message, in one part of all stripes: sent while the part before it is taken."""
-HOST_BYTES = 32 << 20
-"""Of a group's slots in host memory: a container's shared memory (64 MiB) holds them, and calls are
-long enough that their ends cost little."""
+HOST_BYTES = 8 << 20
+"""Of a small group's slots in host memory. A layout has up to five groups, and a container often
+64 MiB of shared memory for all of them."""
 _STATE_BYTES = 4096
 _modules: dict[tuple[Variant, str], driver.Module] = {}
 
 
 def host_slot_bytes(world: int) -> int:
-    """Payload of a slot in host memory: two for each of `world` ranks."""
-    return HOST_BYTES // (2 * world)
+    """Payload of a slot in host memory: two for each of `world` ranks, `SLOT_BYTES` at least."""
+    return max(SLOT_BYTES, HOST_BYTES // (2 * world))
 
 
 def module(variant: Variant, device: int) -> driver.Module:
