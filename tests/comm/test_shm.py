@@ -131,6 +131,7 @@ def test_a_segment_is_complete_when_it_can_be_seen_and_has_its_size_checked() ->
 def test_the_guard_tells_a_death_from_a_departure(left: bool) -> None:
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     beats, dead, asked = list[int](), list[int](), list[int]()
+    before = set(threading.enumerate())
 
     def closed(peer: int) -> bool:
         asked.append(peer)
@@ -150,7 +151,7 @@ def test_the_guard_tells_a_death_from_a_departure(left: bool) -> None:
         assert child.stdin is not None
         child.stdin.close()
     guard.close()
-    assert not any(thread.name == "comm-guard" for thread in threading.enumerate())
+    assert not {t for t in threading.enumerate() if t.name == "comm-guard"} - before
 
 
 def test_a_peer_that_is_dead_already_is_told_at_once() -> None:

@@ -62,6 +62,7 @@ STARRED = (
     "models.common.config",
     "models.common.rope",
     "ops.catalog",
+    "ops.dealt.empty",
     "ops.declare",
     "ops.declare_entries",
     "ops.workspaces",

@@ -15,8 +15,8 @@ from metainfer.kv.store.entries import EntryPages, gather, locate
 from metainfer.ops.case import Case, generator, integers, normal
 from metainfer.ops.case_caches import Entries, Form, Single, paged
 from metainfer.ops.common import wide
+from metainfer.ops.dealt.empty import EMPTY
 from metainfer.ops.dealt.ref import (
-    EMPTY,
     attn_paged_part,
     attn_part,
     attn_weigh,

@@ -8,10 +8,8 @@ from torch import Tensor
 from metainfer.kv.store.entries import EntryPages, gather, locate
 from metainfer.ops.attn_paged.ref import gather as gather_rows
 from metainfer.ops.common import rotate_tail, wide
+from metainfer.ops.dealt.empty import EMPTY
 from metainfer.ops.indexer.ref import scores
-
-EMPTY = -1e30
-"""The logarithm of a sum of nothing: finite, so that parts without keys weigh 0 and never NaN."""
 
 
 def attn_part(

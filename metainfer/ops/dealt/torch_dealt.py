@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metainfer.kv.store.entries import EntryPages, locate, take
 from metainfer.ops.common import owners, turn_tail_, wide
-from metainfer.ops.dealt.ref import EMPTY
+from metainfer.ops.dealt.empty import EMPTY
 
 #: Elements of the keys of one block of queries.
 BLOCK = 1 << 24
