@@ -166,6 +166,8 @@ def unbuilt(layout: LayoutPlan, candidates: Sequence[Candidate]) -> RefusedError
         return None
     alone = candidates[0]
     remedy = "Look at it with plan; serve a model that one device holds."
+    if all(reason.message == NOT_BUILT for reason in planned.planned_only):
+        remedy = f"Ask for it: --parallel {layout.name}."
     if isinstance(alone.error, CacheTooSmall) and not alone.cannot:
         remedy = alone.error.advised().remedy
     return RefusedError(

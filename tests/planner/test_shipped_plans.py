@@ -123,3 +123,5 @@ def test_serve_refuses_what_several_cards_would_hold(monkeypatch: pytest.MonkeyP
         engine.Engine(Intent(model=FLASH)).start()
     assert caught.value.code == "not_built" and "8 devices" in caught.value.cause
     assert {reason.code for reason in caught.value.reasons} == {"memory", "not-built"}
+    asked = caught.value.remedy.removeprefix("Ask for it: --parallel ").removesuffix(".")
+    assert Cards().resolve(open_model(FLASH), Intent(model=FLASH, parallel=asked)).refusal() is None
