@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -43,6 +44,47 @@ def test_a_side_is_taken_while_lanes_take_turns_and_at_no_other_time() -> None:
         turns.run(lambda: 1 // 0)
     turns.fork(lambda: 5)
     assert side.asked == ["fork", "run", "run"]
+
+
+class FakeStream:
+    """Notes what waited for it."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device, self.waits = device, 0
+
+    def wait_stream(self, other: Any) -> None:
+        self.waits += 1
+
+    def wait_event(self, event: Any) -> None:
+        self.waits += 1
+
+
+def test_a_fork_that_an_error_left_behind_delays_one_call_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from metainfer.comm.card_side import CardSide
+
+    class FakeEvent:
+        def record(self, stream: Any) -> None:
+            pass
+
+    current = FakeStream()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    side = CardSide(torch.device("cpu"))
+
+    assert side.run(lambda: 1) == 1 and current.waits == 0
+    first, second = side.fork(lambda: 2), side.fork(lambda: 3)
+    assert first.wait() == 2 and current.waits == 1
+    assert side.run(lambda: 4) == 4 and current.waits == 2  # `second` was open
+    assert second.wait() == 3
+    side.fork(lambda: 5)  # nobody waits: what stood between raised
+    assert [side.run(lambda: 6), current.waits] == [6, 4]  # behind it
+    assert [side.run(lambda: 7), current.waits] == [7, 4]  # and at once from then on
 
 
 @pytest.mark.gpu
