@@ -15,6 +15,8 @@ from importlib import resources
 
 from metainfer.core.intent import Intent
 from metainfer.core.plan import LayoutPlan
+from metainfer.core.verdict import Reason
+from metainfer.models.arch import Arch
 from metainfer.planner.layouts import talks
 
 
@@ -65,12 +67,23 @@ def gain_of(family: str, capability: tuple[int, int] | None, layout: LayoutPlan)
     return None
 
 
+def against_beside(arch: Arch, layout: LayoutPlan) -> list[Reason]:
+    """What stands against computing the shared expert beside the routed ones."""
+    against = []
+    if not any(spec.site.startswith("linear.shared") for spec in arch.packed_weights()):
+        against.append(Reason("model", "the model has no shared expert"))
+    if layout.expert > layout.tensor:
+        text = "domains meet at the experts: the shared one is computed beside their gathers"
+        against.append(Reason("layout", text))
+    return against
+
+
 def rows_beside(
-    intent: Intent, family: str, capability: tuple[int, int] | None, layout: LayoutPlan
+    intent: Intent, arch: Arch, capability: tuple[int, int] | None, layout: LayoutPlan
 ) -> int:
     """Steps of at most so many tokens compute the shared expert beside: as asked for, else as
-    measured."""
+    measured where nothing stands against it."""
     if intent.shared_beside is not None:
         return intent.shared_beside
-    found = gain_of(family, capability, layout)
-    return 0 if found is None else found.tokens
+    found = gain_of(arch.family, capability, layout)
+    return 0 if found is None or against_beside(arch, layout) else found.tokens

@@ -1,7 +1,8 @@
 """What is computed beside what inside a step: halves of a chunk in turns, the shared expert beside
 the routed ones. The shared expert is where a measurement showed a gain (`benchmarks/overlap` takes
 it, `gains` has it), and off elsewhere; halves are off, nothing was measured. Asked for, they are
-on, or an error with every reason.
+on, or an error with every reason; where a device has one stream they change the order of calls at
+most, and the plan says so.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
 from metainfer.planner.drafts import MODEL
-from metainfer.planner.gains import Gain, gain_of
+from metainfer.planner.gains import against_beside, gain_of, rows_beside
 from metainfer.planner.ranks import Cards
+
+STREAMS = ("cuda",)
+"""Kinds of device with a stream beside the current one."""
 
 UNMEASURED = Reason("unmeasured", "no measurement of such a card and layout shows a gain")
 
@@ -24,8 +28,11 @@ def halves(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
 
     Raises:
         RefusedError: they were asked for, and cannot.
-        UsageError: a negative number was.
+        UsageError: a negative number was, or 1: one row has no halves.
     """
+    if cards.intent.halves == 1:
+        cause = "--halves is 1: a chunk of one row has no halves."
+        raise UsageError(cause, "Name 2 tokens or more, or 0 for never.")
     against = []
     if layout.tensor == 1 and layout.expert <= 1:
         against.append(Reason("alone", "no rank waits for another inside a step"))
@@ -36,7 +43,7 @@ def halves(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
         against.append(Reason("draft", "a model that drafts reads every row of a chunk"))
     if cards.emulated is not None:
         against.append(Reason("emulated", "waits for peers that are a stand-in overlap nothing"))
-    return _decide("halves", cards.intent.halves, against, cards, ledger)
+    return _decide("halves", cards.intent.halves or 0, against, cards, ledger)
 
 
 def shared_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
@@ -47,40 +54,37 @@ def shared_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> i
         RefusedError: it was asked for, and cannot.
         UsageError: a negative number was.
     """
-    against = []
-    if not any(spec.site.startswith("linear.shared") for spec in cards.arch.packed_weights()):
-        against.append(Reason("model", "the model has no shared expert"))
-    if layout.expert > layout.tensor:
-        text = "domains meet at the experts: the shared one is computed beside their gathers"
-        against.append(Reason("layout", text))
-    gain = gain_of(cards.arch.family, cards.facts.device.capability, layout)
-    return _decide("shared_beside", cards.intent.shared_beside, against, cards, ledger, gain)
+    intent, arch, capability = cards.intent, cards.arch, cards.facts.device.capability
+    gain = gain_of(arch.family, capability, layout)
+    rows = rows_beside(intent, arch, capability, layout)
+    measured = "" if gain is None else gain.why
+    return _decide("shared_beside", rows, against_beside(arch, layout), cards, ledger, measured)
 
 
 def _decide(
     key: str,
-    wished: int | None,
+    value: int,
     against: Sequence[Reason],
     cards: Cards,
     ledger: DecisionLedger,
-    gain: Gain | None = None,
+    measured: str = "",
 ) -> int:
-    flag = f"--{key.replace('_', '-')}"
+    """Put `value` on the record; `measured`: why it is on where nobody asked."""
+    flag, wished = f"--{key.replace('_', '-')}", getattr(cards.intent, key)
     if wished is not None and wished < 0:
         raise UsageError(f"{flag} is {wished}.", "Name a number of tokens, or 0 for never.")
     if wished and against:
         cause = f"{flag} {wished} was asked for, and this plan cannot do it."
         raise RefusedError(cause, f"Leave {flag} out.", reasons=against)
-    if wished is None and gain is not None and not against:
-        ledger.record(key, gain.tokens, Origin.RECORD, gain.why)
-        return gain.tokens
-    if wished is None:
-        why, losers = (
-            "nothing is computed beside something else",
-            (Loser("on", (*against, UNMEASURED)),),
-        )
-        ledger.record(key, 0, Origin.DERIVED if against else Origin.SEED, why, losers)
-        return 0
-    why = "asked for" if wished else "switched off"
-    ledger.record(key, wished, cards.intent.origin(key), why)
-    return wished
+    if wished is not None:
+        why, kind = "asked for" if wished else "switched off", cards.facts.device.kind
+        if wished and kind not in STREAMS:
+            why += f"; a {kind} has no stream beside the current one: nothing overlaps"
+        ledger.record(key, value, cards.intent.origin(key), why)
+    elif value:
+        ledger.record(key, value, Origin.RECORD, measured)
+    else:
+        losers = (Loser("on", (*against, UNMEASURED)),)
+        origin = Origin.DERIVED if against else Origin.SEED
+        ledger.record(key, 0, origin, "nothing is computed beside something else", losers)
+    return value

@@ -306,7 +306,7 @@ class Cards:
         very steps, with what libraries keep."""
         shapes, context = self._wanted(layout, running), self.limits.max_context
         capability = self.facts.device.capability
-        side = rows_beside(self.intent, self.arch.family, capability, layout)
+        side = rows_beside(self.intent, self.arch, capability, layout)
         known = None if needs is None else needs.standing(graphs.key(shapes, context, side))
         if known is not None:
             item = f"{graphs.STANDING} {MEASURED}"

@@ -21,6 +21,7 @@ from metainfer.planner.resolve import Resolved, resolve
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 V4 = "random:deepseek-v4-flash?layers=4"
 DENSE = "random:qwen3-8b?layers=4"
+TINY = "random:tiny-deepseek-v4"
 
 
 def said(found: Resolved, key: str) -> tuple[object, Origin, list[str]]:
@@ -46,10 +47,10 @@ def test_who_asks_gets_it_and_it_is_said() -> None:
 @pytest.mark.parametrize(
     ("model", "wish", "reason"),
     [
-        (DENSE, {"parallel": "single", "halves": 1}, "no rank waits"),
-        (DENSE, {"parallel": "8x", "halves": 1}, "no rank waits"),
-        (V4, {"parallel": "cp8/tp8", "halves": 1}, "rows or a cache"),
-        (V4, {"parallel": "tp8cs8", "halves": 1}, "rows or a cache"),
+        (DENSE, {"parallel": "single", "halves": 2}, "no rank waits"),
+        (DENSE, {"parallel": "8x", "halves": 2}, "no rank waits"),
+        (V4, {"parallel": "cp8/tp8", "halves": 2}, "rows or a cache"),
+        (V4, {"parallel": "tp8cs8", "halves": 2}, "rows or a cache"),
         (DENSE, {"parallel": "tp8", "shared_beside": 8}, "no shared expert"),
         (V4, {"parallel": "dp8ep8", "shared_beside": 8}, "domains meet"),
     ],
@@ -64,6 +65,21 @@ def test_what_cannot_be_is_an_error_with_its_reasons(
 def test_a_bound_is_a_number_of_tokens() -> None:
     with pytest.raises(UsageError, match="--halves is -1"):
         planned(DENSE, context=8192, parallel="tp8", halves=-1)
+    with pytest.raises(UsageError, match="one row has no halves"):
+        planned(DENSE, context=8192, parallel="tp8", halves=1)
+
+
+def test_where_nothing_can_overlap_the_plan_says_so() -> None:
+    """Asked for on a CPU, the order of calls changes at most."""
+    wishes: dict[str, Any] = {"parallel": "tp2", "halves": 8, "shared_beside": 4}
+    intent = Intent(model=TINY, context=96, kv_bytes=1 << 26, **wishes)
+    plan = describe("cpu").resolve(open_model(TINY), intent).plan
+    assert (plan.halves, plan.shared_beside) == (8, 4)
+    for key in ("halves", "shared_beside"):
+        (told,) = (each for each in plan.decisions if each.key == key)
+        assert "nothing overlaps" in told.why
+    card = planned(V4, context=8192, parallel="tp8", halves=4096)
+    assert not any("nothing overlaps" in each.why for each in card.plan.decisions)
 
 
 # -- measured gains --------------------------------------------------------------------------------
@@ -123,9 +139,13 @@ def test_other_families_stay_off() -> None:
 
 
 def test_a_gain_does_not_beat_what_stands_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "gain_of", lambda *asked: gains.shipped()[0])
+    """Neither in the decision nor in what captured steps are said to hold."""
+    for module in (gains, lanes):
+        monkeypatch.setattr(module, "gain_of", lambda *asked: gains.shipped()[0])
     found = planned.__wrapped__(DENSE, "1x-h200", context=8192)  # never one from before
     assert said(found, "shared_beside")[:2] == (0, Origin.DERIVED)
+    arch, layout = found.arch, found.plan.layouts[0]
+    assert gains.rows_beside(Intent(model=DENSE), arch, (9, 0), layout) == 0
 
 
 def test_standing_bytes_belong_to_steps_with_or_without_a_second_stream() -> None:
