@@ -27,7 +27,7 @@ from metainfer.engine.grammars import open_library
 from metainfer.engine.machine import open_machine
 from metainfer.executor.assemble import assemble
 from metainfer.executor.loading import tensor_source
-from metainfer.executor.ranks import RankSide
+from metainfer.executor.ranks import RankAnswer, RankSide
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved
 from metainfer.platform.facts import Facts
@@ -103,7 +103,7 @@ class Rank:
     def submit(self, plan: bytes) -> None:
         self._side.submit(plan)
 
-    def collect(self) -> tuple[str, bytes, float]:
+    def collect(self) -> RankAnswer:
         answer = self._side.collect()
         self._links.check()
         return answer

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from metainfer.core.errors import InternalError
 from metainfer.core.plan import LayoutPlan, StepGraph
-from metainfer.core.step import ALL_LAYERS, Phase, RunResult, Segment, StepPlan, StepResult
+from metainfer.core.step import (
+    ALL_LAYERS,
+    Phase,
+    RunResult,
+    Segment,
+    StepPlan,
+    StepResult,
+    TokenRun,
+)
 from metainfer.executor.domains import joined, of_domain
 from metainfer.executor.late import DRAFTS, OP_BY_OP
 from metainfer.executor.local import MOST_OPEN, LocalExecutor
@@ -24,6 +32,10 @@ from metainfer.executor.slots import GRAMMAR, HISTORY, OpenGrammar
 
 _plans = msgspec.msgpack.Decoder(StepPlan)
 _answers = msgspec.msgpack.Decoder(tuple[RunResult, ...])
+
+RankAnswer = tuple[str, bytes, float, dict[str, int]]
+"""Digest of an answer; the answer itself (msgpack) of a rank that leads; seconds; and how the draws
+behind captured steps were launched so far."""
 
 
 class Group(Protocol):
@@ -52,6 +64,7 @@ class RankExecutor:
         self._graphs = tuple(graphs)
         self._asks: dict[int, str] = {}  # of slots whose draws ask for all tokens before them
         self._open: deque[StepPlan] = deque()
+        self._draws: list[dict[str, int]] = []
 
     def use_grammars(self, make: OpenGrammar) -> None:
         """Every rank opens a library of its own: `make` cannot travel."""
@@ -81,9 +94,9 @@ class RankExecutor:
         """As `LocalExecutor.waits_for`, from what the engine knows."""
         if not self.unread:
             return ""
-        runs = (run for part in plan.segments for rank in part.ranks for run in rank.runs)
-        why = self._why_alone(plan)
-        return why or next((w for run in runs if (w := self._asks.get(run.slot, ""))), "")
+        drawing = {run.slot for ahead in self._open for run in _runs(ahead) if run.samples}
+        asking = (self._asks.get(run.slot, "") for run in _runs(plan) if run.slot in drawing)
+        return self._why_alone(plan) or next(filter(None, asking), "")
 
     def _why_alone(self, plan: StepPlan) -> str:
         """Why ranks read a step before one is launched behind it; empty where they need not."""
@@ -116,6 +129,14 @@ class RankExecutor:
         return self.collect()
 
     @property
+    def draws(self) -> dict[str, int]:
+        """As `LocalExecutor.draws`, of all domains, when the latest answer was given."""
+        total: Counter[str] = Counter()
+        for draws in self._draws:
+            total.update(draws)
+        return dict(total)
+
+    @property
     def held_bytes(self) -> dict[str, int]:
         """Bytes that the first rank holds: the ledger is of one card."""
         held: dict[str, int] = self._group.call("held_bytes")[0]
@@ -137,20 +158,25 @@ class RankExecutor:
 
     def _together(self, plan: StepPlan, answers: Sequence[Any]) -> StepResult:
         tensor = self._layout.tensor
-        digests = [digest for digest, _, _ in answers]
+        digests = [digest for digest, *_ in answers]
         for rank, digest in enumerate(digests):
             first = rank // tensor * tensor
             if digest != digests[first]:
                 raise InternalError(
                     f"ranks {first} and {rank} drew different tokens in step {plan.step}"
                 )
-        runs = [_answers.decode(body) for _, body, _ in answers[::tensor]]
+        runs = [_answers.decode(body) for _, body, *_ in answers[::tensor]]
         try:
             found = joined(plan, runs, self._slots)
         except ValueError as error:
             raise InternalError(f"step {plan.step}: {error}") from None
         common = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
-        return StepResult(plan.step, found, max(seconds for *_, seconds in answers), common)
+        self._draws = [draws for *_, draws in answers[::tensor]]
+        return StepResult(plan.step, found, max(seconds for _, _, seconds, _ in answers), common)
+
+
+def _runs(plan: StepPlan) -> Iterator[TokenRun]:
+    return (run for part in plan.segments for rank in part.ranks for run in rank.runs)
 
 
 class RankSide:
@@ -182,10 +208,9 @@ class RankSide:
         )
         self.executor.submit(mine)
 
-    def collect(self) -> tuple[str, bytes, float]:
-        """Of the oldest open plan: digest of the answer, the answer (msgpack) of a rank that leads,
-        and seconds."""
+    def collect(self) -> RankAnswer:
+        """What came of the oldest open plan."""
         result = self.executor.collect()
         body = msgspec.msgpack.encode(result.runs)
         digest = hashlib.sha256(body).hexdigest()[:16]
-        return digest, body if self._leads else b"", result.seconds
+        return digest, body if self._leads else b"", result.seconds, self.executor.draws

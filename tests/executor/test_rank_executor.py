@@ -50,7 +50,7 @@ class Group:
         for rank, (token, slot) in enumerate(zip(self._tokens, self._slots, strict=True)):
             body = msgspec.msgpack.encode((RunResult(slot, (token,)),))
             digest = hashlib.sha256(body).hexdigest()[:16]
-            answers.append((digest, b"" if rank % 2 else body, 0.5 + rank))
+            answers.append((digest, b"" if rank % 2 else body, 0.5 + rank, {"likeliest": 1 + rank}))
         return answers
 
     def post(self, method: str, *arguments: object) -> None:
@@ -68,6 +68,11 @@ def test_each_domain_answers_once_in_the_plan_s_slots() -> None:
     (method, (sent,)), then = group.calls
     assert method == "submit" and msgspec.msgpack.decode(sent, type=StepPlan) == PLAN
     assert then == ("collect", ())
+    executor = RankExecutor(group, LAYOUT, slots=3)
+    assert executor.draws == {}
+    for _ in range(2):
+        executor.execute(PLAN)
+        assert executor.draws == {"likeliest": 1 + 3}  # of who leads, not added up over steps
     other = RankExecutor(Group((10, 10, 21, 21)), LAYOUT, slots=3).execute(PLAN)
     assert other.rank_digest != result.rank_digest
 
@@ -117,6 +122,18 @@ def decoding(*domains: tuple[int, ...], phase: Phase = Phase.DECODE, drafts: int
     return StepPlan(4, (Segment(phase, "2xtp2", ranks, drafts=drafts),))
 
 
+SAMPLING = StepPlan(
+    3,
+    (
+        Segment(
+            Phase.DECODE,
+            "2xtp2",
+            (RankTokens((TokenRun(1, 0, (5,), 1, 0, True),)), RankTokens((TokenRun(4, 0, (6,)),))),
+        ),
+    ),
+)
+"""Slot 1 draws."""
+
 WIDE = StepPlan(
     4,
     (
@@ -130,10 +147,11 @@ WIDE = StepPlan(
 
 
 def behind(plan: StepPlan, *, first: StepPlan = PLAN, params: SamplingParams | None = None) -> str:
-    """Why `plan` waits for `first`, which runs slot 1 with `params`."""
+    """Why `plan` waits for `first`, which gives slots 1 and 2 to requests with `params`."""
     executor = RankExecutor(Group((10, 10, 20, 20)), LAYOUT, 3, DECODES)
-    new = NewRequest("r", 1, 0, (5,), 1, 0, params or SamplingParams())
-    executor.submit(msgspec.structs.replace(first, new=(new,)))
+    params = params or SamplingParams()
+    new = tuple(NewRequest("r", slot, 0, (5,), 1, 0, params) for slot in (1, 2))
+    executor.submit(msgspec.structs.replace(first, new=new))
     return executor.waits_for(plan)
 
 
@@ -173,10 +191,10 @@ def test_what_a_domain_did_not_capture_or_drafts_is_read_at_once(plan: StepPlan,
     ],
 )
 def test_draws_that_ask_for_tokens_wait_for_them(params: SamplingParams, why: str) -> None:
-    assert behind(decoding((1,), (4,)), params=params) == why
-    assert behind(decoding((2,), (4,)), params=params) == ""
+    assert behind(decoding((1,), (4,)), first=SAMPLING, params=params) == why
+    assert behind(decoding((2,), (4,)), first=SAMPLING, params=params) == ""  # nothing drawn yet
     executor = RankExecutor(Group((10, 10, 20, 20)), LAYOUT, 3, DECODES)
     new = NewRequest("r", 1, 0, (5,), 1, 0, params)
-    executor.submit(msgspec.structs.replace(PLAN, new=(new,)))
+    executor.submit(msgspec.structs.replace(SAMPLING, new=(new,)))
     executor.submit(msgspec.structs.replace(decoding((2,), (4,)), released=(1,)))
     assert executor.waits_for(decoding((1,), (4,))) == ""  # the slot is another's
