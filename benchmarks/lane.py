@@ -5,7 +5,8 @@ may take 101,376 bytes of shared memory a block; ptxas assembles that code for t
 here. Clocks, memory rate and multiprocessors stay the card's own: this proves the code, and says
 what it takes on this card, not what a consumer card takes.
 
-As a program it is the child that proves kernels for such a process: it sees the card alike.
+As a program it is the child that proves kernels for such a process: it sees the card alike. Tests
+do as a plug-in: ``PYTHONPATH=benchmarks pytest -p lane -m gpu tests/ops/test_gpu_kernels.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 CAPABILITY = (8, 9)
 SHARED_BYTES = 101_376
+MULTIPROCESSOR_SHARED_BYTES = 102_400
 
 
 class _Properties:
@@ -29,6 +31,7 @@ class _Properties:
         self._found = found
         self.major, self.minor = CAPABILITY
         self.shared_memory_per_block_optin = SHARED_BYTES
+        self.shared_memory_per_multiprocessor = MULTIPROCESSOR_SHARED_BYTES
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._found, name)
@@ -86,6 +89,11 @@ def consumer_class() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     apart = partialmethod(machine.Machine.prove_apart, child=Path(__file__).stem)
     machine.Machine.prove_apart = apart  # type: ignore[method-assign, assignment]
+
+
+def pytest_configure() -> None:
+    """Of a run of tests, before they are collected."""
+    consumer_class()
 
 
 if __name__ == "__main__":

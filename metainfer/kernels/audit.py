@@ -197,6 +197,10 @@ def judge(variant: Variant, target: str, answer: Mapping[str, Any]) -> Build:
         verdict &= require(
             not serial, "mma-serial", f"waits for each matrix instruction by itself: {serial}"
         )
+        repeated = answer.get("repeated", "")
+        verdict &= require(
+            not repeated, "mma-repeated", f"a product takes some channels twice: {repeated}"
+        )
         verdict &= require(
             bool(found) == bool(variant.mma) and any(variant.mma in name for name in found)
             if variant.mma

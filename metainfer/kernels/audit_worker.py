@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+_DOT = re.compile(r"tt\.dot .*: tensor<\d+x(\d+)x\w+, #ttg\.dot_op<\{[^}]*kWidth = (\d+)")
 _MMA = re.compile(r"\b((?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*)")
 
 
@@ -66,10 +67,21 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
         "registers": registers(built.asm["cubin"]),
         "spill_bytes": spill,
         "serial": serial,
+        "repeated": repeated(built.asm["ttgir"]),
         "mma": sorted(set(_MMA.findall(ptx))),
         "compiler": f"triton {triton.__version__}, ptxas {assembler}",
         "seconds": round(seconds, 3),
     }
+
+
+def repeated(ttgir: str) -> str:
+    """Products of `mma.sync` whose operand is stored in more channels for each thread than there
+    are: Triton before 3.8 (triton-lang/triton#11691) multiplies some of them twice and others
+    not at all where four times a thread's share is more than there is. ``""``: none."""
+    for depth, each in _DOT.findall(ttgir):
+        if int(depth) < 4 * int(each):
+            return f"{each} channels a thread of {depth}"
+    return ""
 
 
 def _source(kernel: Any) -> Any:

@@ -122,6 +122,7 @@ def test_changed_kernels_and_a_sample_rebuild_with_each_release(
         ({"spill_bytes": 8}, "spills 8 B"),
         ({"spill_bytes": None}, "spills None B"),
         ({"serial": "insufficient registers"}, "by itself: insufficient registers"),
+        ({"repeated": "8 channels a thread of 16"}, "some channels twice: 8 channels a thread"),
         ({"mma": ["mma.sync.aligned.m16n8k16"]}, "claims no matrix instruction"),
     ],
 )
@@ -137,6 +138,15 @@ def test_claimed_instruction_must_appear() -> None:
     assert not judge(attention, "sm_90", FINE).ok
     assert not judge(attention, "sm_90", {**FINE, "mma": ["mma.sync.x"]}).ok
     assert judge(attention, "sm_90", {**FINE, "mma": ["wgmma.mma_async.x"]}).ok
+
+
+@pytest.mark.parametrize(("wide", "right"), [(16, False), (64, True)])
+def test_a_product_that_takes_channels_twice_is_refused(wide: int, right: bool) -> None:
+    """Found on a card: keys of half bytes, 16 channels wide, by `mma.sync`."""
+    pytest.importorskip("triton")
+    variant = BY_NAME["index-score-one-fp4-4x16"]
+    built = compile_kernel(replace(variant, args={**variant.args, "WIDE": wide}), "sm_89")
+    assert built.ok == right and ("some channels twice" in " ".join(built.reasons)) != right
 
 
 def test_explained_spill_is_allowed_up_to_its_size() -> None:

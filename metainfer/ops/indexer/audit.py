@@ -7,6 +7,7 @@ from metainfer.ops.indexer.tiles import (
     STREAM,
     WIDE_SCORE,
     Tile,
+    padded_heads,
     query_heads,
     select_warps,
 )
@@ -36,8 +37,11 @@ def _query(suffix: str, rows: int) -> Variant:
     )
 
 
-def _score(suffix: str, tile: Tile, heads: int = 64, spill: int = 0, why: str = "") -> Variant:
+def _score(
+    suffix: str, tile: Tile, heads: int = 64, d: int = 128, spill: int = 0, why: str = ""
+) -> Variant:
     bits, group = FORMS[suffix]
+    group = min(group, d)
     alone = tile == STREAM
     args: dict[str, str | int | bool] = {
         "q": "*bf16", "g": "*fp32", "data": "*u8" if bits else "*bf16", "page_table": "*i32",
@@ -45,20 +49,19 @@ def _score(suffix: str, tile: Tile, heads: int = 64, spill: int = 0, why: str = 
         "greatest": "*i32", "sequences": "i32", "first": "i32",
         **({} if alone else {"last": "i32", "block": "i32"}),
         "ratio": "i32", "top_k": "i32", "scale": "fp32", "g_stride": "i32", "table_stride": "i32",
-        "room": "i32", "bytes": "i32", "H": heads, "HB": heads, "D": 128, "N": tile.n,
+        "room": "i32", "bytes": "i32", "H": heads, "HB": padded_heads(heads), "D": d, "N": tile.n,
         "PAGE": 64, "LAYOUT": bits, "GROUP": group, "NEAR": GROUP, "LEVELS": 2,
-        "EXACT": False,
-        **({} if alone else {"WIDE": tile.channels(128, group)}),
+        "EXACT": False, "WIDE": tile.channels(d, group, bits),
     }  # fmt: skip
-    kind = "score-one" if alone else "score"
+    kind, narrow = "score-one" if alone else "score", "" if d == 128 else f"x{d}"
     return Variant(
         impl=f"index_select/triton{suffix}",
-        name=f"index-{kind}{'-wide' if tile == WIDE_SCORE else ''}{suffix}-{heads}",
+        name=f"index-{kind}{'-wide' if tile == WIDE_SCORE else ''}{suffix}-{heads}{narrow}",
         kernel=f"{MODULE}:{kind.replace('-', '_')}_kernel",
         args=args,
         warps=tile.warps,
         stages=tile.stages,
-        shape={**SHAPE, "heads": heads},
+        shape={**SHAPE, "heads": heads, "d": d},
         mma="mma",
         spill_bytes=spill,
         why=why,
@@ -86,6 +89,7 @@ VARIANTS = (
     *(_query(suffix, rows) for suffix in FORMS for rows in (1, 8192)),
     *(_score(suffix, tile) for suffix in FORMS for tile in (STREAM, SCORE)),
     *(_score(suffix, WIDE_SCORE) for suffix in FORMS),
+    *(_score("-fp4", tile, 4, d=16) for tile in (STREAM, SCORE)),  # its cases' width
     _score("-fp8", SCORE, 32),  # GLM-5's indexer
     _score("-fp8", STREAM, 32, spill=16, why="four words a thread by Triton 3.7 on sm_89 alone"),
     *(_select(lanes) for lanes in (2048, 8192, 16384)),

@@ -14,6 +14,10 @@ WORKSPACE = 64 << 20
 """Most bytes of scores and group maxima alive at once: longer steps are cut into parts by rows.
 Part of what a step may hold beside its activations (field case B-19)."""
 
+HALF_BYTE_CHANNELS = 64
+"""Fewest channels of a product by keys of half bytes: for `mma.sync` Triton orders them in units of
+64, and before release 3.8 a quarter of one is multiplied wrongly. Missing ones are zeros."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -30,9 +34,11 @@ class Tile:
         """At most: keys, queries on their way, and a score each on its way to its writer."""
         return (self.n + self.stages * padded_heads(heads)) * d * element + 4 * self.n
 
-    def channels(self, d: int, group: int) -> int:
-        """Channels decoded at once: whole groups that share a scale."""
-        return d // self.parts if d // self.parts >= max(group, 16) else d
+    def channels(self, d: int, group: int, bits: int) -> int:
+        """Channels decoded at once: whole groups that share a scale. `bits` of a stored element,
+        0 for the model's own type."""
+        each = d // self.parts if d // self.parts >= max(group, 16) else d
+        return max(each, HALF_BYTE_CHANNELS) if bits == 4 else each
 
 
 SCORE = Tile(n=128, warps=8, stages=2)

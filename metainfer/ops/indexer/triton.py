@@ -32,8 +32,9 @@ def _keys(
     PAGE: tl.constexpr, BYTES: tl.constexpr, LAYOUT: tl.constexpr, GROUP: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Channels FROM .. FROM + WIDE of the keys at places of pages: [N, WIDE]. A page of a scaled
-    form holds the values of all its entries, then their scales."""
+    """Channels FROM .. FROM + WIDE of the keys at places of pages: [N, WIDE]; those from D on,
+    of half bytes alone, are zeros. A page of a scaled form holds the values of all its entries,
+    then their scales."""
     N: tl.constexpr = page.shape[0]
     if LAYOUT == 0:
         at = (page * PAGE + offset) * D + FROM
@@ -50,14 +51,15 @@ def _keys(
     else:
         HALF: tl.constexpr = D // 2
         at = page * BYTES + offset * HALF + FROM // 2
-        lane = tl.arange(0, WIDE // 2)
-        both = tl.load(data + at[:, None] + lane[None, :], mask=seen[:, None], other=0)
-        both = both.to(tl.int32)
+        lane, group = tl.arange(0, WIDE // 2), tl.arange(0, WIDE // GROUP)
+        held, scaled = seen[:, None], seen[:, None]
+        if WIDE > D:
+            held = held & (lane < HALF)[None, :]
+            scaled = scaled & (group < D // GROUP)[None, :]
+        both = tl.load(data + at[:, None] + lane[None, :], mask=held, other=0).to(tl.int32)
         scale_at = page * BYTES + PAGE * HALF + offset * (D // GROUP) + FROM // GROUP
-        code = tl.load(
-            data + scale_at[:, None] + tl.arange(0, WIDE // GROUP)[None, :],
-            mask=seen[:, None], other=127,
-        ).to(tl.int32)  # fmt: skip
+        code = tl.load(data + scale_at[:, None] + group[None, :], mask=scaled, other=127)
+        code = code.to(tl.int32)
         scale = (code << 23).to(tl.float32, bitcast=True)
         scale = tl.where(code == 255, float("nan"), scale)
         scale = tl.reshape(
@@ -137,6 +139,8 @@ def score_kernel(
     end = tl.minimum(row + block, last)
     head, lane = tl.arange(0, HB), tl.arange(0, WIDE)
     heads = (head < H)[:, None]
+    if WIDE > D:
+        heads = heads & (lane < D)[None, :]
     s = row_sequence(query_start, sequences, row)
     while row < end:
         if s >= sequences:  # padding
@@ -185,17 +189,20 @@ def score_one_kernel(
     ratio, top_k, scale, g_stride, table_stride, room, bytes,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     LAYOUT: tl.constexpr, GROUP: tl.constexpr, NEAR: tl.constexpr, LEVELS: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """As `score_kernel` for one row a program: its query is kept while tiles of keys pass."""
     t = first + tl.program_id(0)
     part, parts = tl.program_id(1), tl.num_programs(1)
-    head, lane = tl.arange(0, HB), tl.arange(0, D)
+    head, lane = tl.arange(0, HB), tl.arange(0, WIDE)
+    heads = (head < H)[:, None]
+    if WIDE > D:
+        heads = heads & (lane < D)[None, :]
     most = ((tl.load(positions + t) + 1) // ratio).to(tl.int32)
     s = row_sequence(query_start, sequences, t)
     if (s < sequences) & (most > top_k):
         here = q + t.to(tl.int64) * (H * D) + head[:, None] * D + lane[None, :]
-        query = tl.load(here, mask=(head < H)[:, None], other=0.0)
+        query = tl.load(here, mask=heads, other=0.0)
         weight = tl.load(g + t.to(tl.int64) * g_stride + head, mask=head < H, other=0.0)
         weight = weight.to(tl.float32)
         for tile in range(part, tl.cdiv(most, N), parts):
@@ -203,7 +210,7 @@ def score_one_kernel(
             seen = w < most
             at = page_table + s.to(tl.int64) * table_stride + w // PAGE
             page = tl.load(at, mask=seen, other=0).to(tl.int64)
-            keys = _keys(data, page, w % PAGE, seen, 0, D, D, PAGE, bytes, LAYOUT, GROUP,
+            keys = _keys(data, page, w % PAGE, seen, 0, WIDE, D, PAGE, bytes, LAYOUT, GROUP,
                          q.dtype.element_ty)  # fmt: skip
             factor = scale * _factor(data, page, w % PAGE, seen, D, PAGE, bytes, LAYOUT)
             hit = _product(keys, query, tl.zeros([N, HB], tl.float32), EXACT)

@@ -115,7 +115,7 @@ def index_select(
     common = (
         ratio, top_k, scale, g.stride(0), page_table.stride(0), room, pages.data.stride(0), heads,
         padded_heads(heads), d, tile.n, pages.entries, bits, form.group, GROUP,
-        _levels(capacity, lanes), q.dtype == torch.float32,
+        _levels(capacity, lanes), q.dtype == torch.float32, tile.channels(d, form.group, bits),
     )  # fmt: skip
     for first in range(0, rows, many):
         last = min(first + many, rows)
@@ -132,8 +132,7 @@ def index_select(
             if alone:
                 score_one_kernel[grid](*inputs, first, *common, **how)
             else:
-                wide = tile.channels(d, form.group)
-                score_kernel[grid](*inputs, first, last, block, *common, wide, **how)
+                score_kernel[grid](*inputs, first, last, block, *common, **how)
         select_kernel[(last - first,)](
             scores, largest, greatest, lists, positions, query_start, out, sequences, first, ratio,
             top_k, room, keep, GROUP, lanes, num_warps=select_warps(lanes),
