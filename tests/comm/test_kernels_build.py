@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from metainfer.comm import driver, layout, loader
+from metainfer.comm import layout, loader
 from metainfer.comm.loader import Variant
+from metainfer.kernels import cubin, driver
 
 BF16 = layout.TYPES["bfloat16"]
 
@@ -18,7 +19,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METAINFER_CACHE", str(tmp_path))
 
 
-@pytest.mark.skipif(loader.find_nvcc() is None, reason="no CUDA compiler here")
+@pytest.mark.skipif(cubin.find_nvcc() is None, reason="no CUDA compiler here")
 @pytest.mark.parametrize(
     ("variant", "arch"),
     [
@@ -30,31 +31,31 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_t0_compiles_without_spills(variant: Variant, arch: str) -> None:
-    cubin, verdict, log = loader.build(variant, arch)
-    assert verdict.accepted and cubin is not None and cubin[:4] == b"\x7fELF", log
+    built, verdict, log = loader.build(variant, arch)
+    assert verdict.accepted and built is not None and built[:4] == b"\x7fELF", log
     assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}
     assert "warning" not in log
     again, _, said = loader.build(variant, arch)
-    assert again == cubin and said == "cached"
+    assert again == built and said == "cached"
 
 
 def test_a_compiler_that_fails_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "find_nvcc", lambda: "/bin/false")
-    cubin, verdict, _ = loader.build(Variant(2, BF16), "sm_90")
-    assert cubin is None and verdict.reasons[0].code == "compiler"
-    monkeypatch.setattr(loader, "find_nvcc", lambda: None)
+    monkeypatch.setattr(cubin, "find_nvcc", lambda: "/bin/false")
+    built, verdict, _ = loader.build(Variant(2, BF16), "sm_90")
+    assert built is None and verdict.reasons[0].code == "compiler"
+    monkeypatch.setattr(cubin, "find_nvcc", lambda: None)
 
     def none() -> None:
         raise RuntimeError("neither nvcc nor NVRTC was found")
 
-    monkeypatch.setattr(loader, "_nvrtc", none)
+    monkeypatch.setattr(cubin, "_nvrtc", none)
     _, verdict, _ = loader.build(Variant(2, BF16), "sm_90")
     assert "neither nvcc nor NVRTC" in verdict.reasons[0].message
 
 
 def test_the_cache_key_knows_variant_target_and_compiler() -> None:
     keys = {
-        loader._target(variant, arch, version)
+        cubin._target(variant.source, arch, version)
         for variant in (Variant(2, 0), Variant(4, 0), Variant(2, 1), Variant(2, 0, True))
         for arch in ("sm_80", "sm_90")
         for version in ("a", "b")
