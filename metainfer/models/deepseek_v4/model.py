@@ -68,6 +68,7 @@ class DeepSeekV4Model:
         self.norm = plain["norm"]
         self.collapse = tuple(plain[f"hc_head_{leaf}"] for leaf in ("fn", "base", "scale"))
         self.tables = (cos_sin, compress_cos_sin)  # [M, R] float32 each
+        self.numbers = self._numbers(cos_sin.device)
         self.layers = [read_layer(arch, i, packed, plain, self.tables) for i in range(arch.layers)]
         self.others = [
             [read_layer(arch, i, *part, self.tables) for i in range(arch.layers)]
@@ -424,17 +425,21 @@ class DeepSeekV4Model:
     ) -> Tensor:
         """The experts that are here, with `shared` added."""
         if self.ranks.expert.size > 1:
-            ids = self._held(ids)
+            # One launch: a comparison a side, and what joins them, cost a decode step five a layer.
+            ids = self.numbers.index_select(0, ids.reshape(-1)).view(ids.shape)
         found: Tensor = ops.moe_experts(
             x, ids, weights, layer.w13, layer.w2, shared, limit=self.arch.limit
         )
         return found
 
-    def _held(self, ids: Tensor) -> Tensor:
-        """Ids as this rank numbers the experts that it holds; -1 for those of others."""
-        count = self.arch.experts // self.ranks.expert.size
-        local = ids - self.ranks.expert.rank * count
-        return local.where((local >= 0) & (local < count), -1)
+    def _numbers(self, device: torch.device) -> Tensor:
+        """This rank's number of each expert [E] int32, -1 for those of others."""
+        expert = self.ranks.expert
+        count = self.arch.experts // expert.size
+        numbers = torch.full((self.arch.experts,), -1, dtype=torch.int32, device=device)
+        own = torch.arange(count, dtype=torch.int32, device=device)
+        numbers[expert.rank * count : (expert.rank + 1) * count] = own
+        return numbers
 
 
 def _beside(parts: list[Tensor]) -> Tensor:
