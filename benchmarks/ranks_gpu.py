@@ -5,7 +5,7 @@
 
 Writes ``ranks_gpu.json`` after every section, and keeps what it has when one hangs: each is a
 process of its own with a time limit, and so are the ranks below it; what fails in one is written
-down, and the next runs. Sections, in this order:
+down, and the next runs. Sections, in this order or as ``--only`` names them:
 
 * ``exact``: log-probabilities of one process in float32, with every op's torch version, of a tiny
   model without quantised activations. What ranks compute of it must lie within 1e-3 nats (mean):
@@ -398,7 +398,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=420)
     parser.add_argument("--skip-agreement", action="store_true")
     parser.add_argument("--real", action="store_true", help="compare the real shapes too")
-    parser.add_argument("--only", nargs="*", default=list(SECTIONS))
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--section", help="run one section in this process")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -415,7 +415,7 @@ def main() -> int:
         "torch": torch.__version__,
         "command": " ".join(sys.argv),
     }
-    for name in [each for each in SECTIONS if each in args.only]:
+    for name in args.only:
         case, left = CASES.get(name), end - time.monotonic()
         if case is not None and case.cards > cards:
             report[name] = {"skipped": f"needs {case.cards} cards"}
