@@ -100,6 +100,11 @@ class Costs(Protocol):
     @property
     def experts_per_token(self) -> int: ...
 
+    @property
+    def layer_launches(self) -> float:
+        """Kernels that a chunk launches for a layer (V4: counted on an H200; others: seeds)."""
+        ...
+
     def distinct_experts(self, tokens: int) -> float:
         """Experts of one layer that `tokens` tokens touch, of all of them, under even routing."""
         ...

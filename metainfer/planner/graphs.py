@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from metainfer.core.digest import digest
 from metainfer.core.ledger import Loser
-from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, StepGraph
+from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, Limits, StepGraph
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
 from metainfer.kernels.select import Selection
@@ -18,9 +18,16 @@ from metainfer.planner.drafts import MODEL
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Sequences at which decode and verify are captured, up to the most running ones (seed)."""
 
-CHUNKS = (64, 128, 256)
-"""Prompt tokens at which chunks are captured, alone and beside decodes (seed): longer ones keep a
-device busy for longer than it takes to launch them."""
+CHUNKS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Prompt tokens at which chunks are captured, alone and beside decodes (seed): close enough that
+padding costs a third at most from 512 tokens on."""
+
+SHORT_CHUNK = 256
+"""Chunks up to here are captured on every device (seed)."""
+
+LAUNCH_S = 90e-6
+"""Host seconds of an eager launch, with the Python in front of it (seed): 485 launches of twelve
+layers took 44 to 50 ms on the hosts of an H200, whatever the chunk."""
 
 CHUNK_RUNS = 4
 """Most prompts in a captured chunk (seed)."""
@@ -49,11 +56,28 @@ class GraphChoice:
         return tuple(g.tokens for g in self.graphs if g.phase == Phase.DECODE.value)
 
 
+def launch_bound(launches: float, token_flops: float, rate: float | None) -> int:
+    """Tokens of the longest chunk that is computed sooner than it is launched op by op.
+
+    `launches` of a chunk; `token_flops`: of its matrices, a token; `rate`: the device's FLOP/s, of
+    which half is reached (seed), None where it is unknown.
+    """
+    if rate is None or not token_flops:
+        return SHORT_CHUNK
+    return max(SHORT_CHUNK, int(launches * LAUNCH_S * rate / 2 / token_flops))
+
+
 def wanted(
-    device: str, running: int, step_tokens: int, draft: DraftPlan, layout: LayoutPlan
+    device: str,
+    running: int,
+    limits: Limits,
+    draft: DraftPlan,
+    layout: LayoutPlan,
+    longest: int = SHORT_CHUNK,
 ) -> tuple[StepGraph, ...]:
     """What a device of that kind would capture, if every op can be: the largest first, so that
-    later captures fit into the first one's memory. `running`: sequences of one domain.
+    later captures fit into the first one's memory. `running`: sequences of one domain; `longest`:
+    prompt tokens from which on launches cost nothing (`launch_bound`).
 
     Several domains meet in collectives, so all must take the same bucket. Tokens tell them apart
     alike on every rank, runs do not: only decode is captured there, and where ranks share the rows
@@ -61,7 +85,7 @@ def wanted(
     """
     if device not in CAPTURES or max(layout.context, layout.shards) > 1:
         return ()
-    found = []
+    found, step_tokens = [], limits.step_tokens
     alone = layout.data == layout.prefill == 1
     depth = draft.depth if alone else 0
     for runs in (*(bucket for bucket in BUCKETS if bucket < running), running):
@@ -69,13 +93,17 @@ def wanted(
         tokens = runs * (1 + depth)
         if depth and tokens <= step_tokens:
             found.append(StepGraph(phase=Phase.VERIFY.value, tokens=tokens, runs=runs))
+    below = 0
     for tokens in CHUNKS if alone else ():
+        if tokens > longest:
+            break
         if tokens <= step_tokens:
             runs = min(CHUNK_RUNS, running)
             found.append(StepGraph(phase=Phase.CHUNK.value, tokens=tokens, runs=runs))
-        if tokens + running <= step_tokens:
+        if tokens + running <= step_tokens and below < limits.mixed_prefill_tokens:
             both = tokens + running
             found.append(StepGraph(phase=Phase.MIXED.value, tokens=both, runs=running))
+        below = tokens
     return tuple(sorted(found, key=lambda g: (-g.tokens, -g.runs, g.phase)))
 
 

@@ -32,7 +32,7 @@ from metainfer.planner.limits import (
 )
 from metainfer.planner.memory import MARGIN_PART, RESERVE_PART, CacheBudget, kv_rows, total
 from metainfer.planner.needs import Needs, longest_seen, needs_key, nothing_known
-from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, weight_rows
+from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, token_elements, weight_rows
 from metainfer.platform.facts import CPU, Facts
 
 UNKNOWN_MEMORY = "unknown_memory"
@@ -317,10 +317,14 @@ class Cards:
 
     def _wanted(self, layout: LayoutPlan, running: int) -> tuple[StepGraph, ...]:
         """What is captured, if every op can be."""
-        kind, step = self.facts.device.kind, self.limits.step_tokens
         if not self.intent.graphs:
             return ()
-        return graphs.wanted(kind, running, step, self.draft, layout)
+        device, costs, longest = self.facts.device, self.arch.costs(), graphs.SHORT_CHUNK
+        if costs is not None:
+            dense, _, routed = token_elements(self.counted, costs, layout)
+            launches, rate = self.arch.layers * costs.layer_launches, device.dot_flops
+            longest = graphs.launch_bound(launches, 2 * (dense + routed), rate.get(self.dtype))
+        return graphs.wanted(device.kind, running, self.limits, self.draft, layout, longest)
 
     def _slabs(self, layout: LayoutPlan) -> list[LedgerRow]:
         """Peers that may write into each other meet on the cards, others in pinned memory."""

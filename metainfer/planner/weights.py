@@ -14,12 +14,12 @@ from metainfer.core.plan import LayoutPlan, LedgerRow
 from metainfer.formats.blocks import FORMATS
 from metainfer.formats.schemes import BLOCKS
 from metainfer.kernels.impl import Layout
-from metainfer.models.arch import Arch, Cut, WeightSpec
+from metainfer.models.arch import Arch, Costs, Cut, WeightSpec
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PLAIN_BYTES = {**DTYPE_BYTES, "int64": 8}
 
-EMBED, EXPERTS = "embed", "experts"
+EMBED, EXPERTS, HEAD = "embed", "experts", "linear.lm_head"
 SMALL = "norms and small parameters"
 WHOLE, TWO = LayoutPlan(name="whole"), LayoutPlan(name="two", tensor=2)
 
@@ -84,6 +84,16 @@ class Census:
         for each in self.matrices:
             found.setdefault(each.site, {})[each.scheme] = None
         return {site: tuple(names) for site, names in found.items()}
+
+
+def token_elements(counted: Census, costs: Costs, layout: LayoutPlan) -> tuple[float, float, float]:
+    """Matrix elements that a token passes on one rank: of layers but for routed experts, of the
+    head, and of the experts that it is routed to."""
+    elements, whole = counted.elements(layout), counted.elements()
+    routed = [site for site in elements if site.startswith(f"{EXPERTS}.")]
+    dense = sum(n for site, n in elements.items() if site not in (EMBED, HEAD, *routed))
+    share = costs.experts_per_token / max(counted.arch.routed_experts, 1) / layout.tensor
+    return dense, elements.get(HEAD, 0), sum(whole[site] for site in routed) * share
 
 
 def parts_held(arch: Arch, site: str, layout: LayoutPlan) -> int:

@@ -10,9 +10,8 @@ from metainfer.kv.book.spec import CacheSpec, GroupKind
 from metainfer.models.arch import Costs
 from metainfer.planner.layouts import Fetch, fetches, of_decodes, of_prompts
 from metainfer.planner.ranks import Held
-from metainfer.planner.weights import DTYPE_BYTES, EMBED, EXPERTS, Census
+from metainfer.planner.weights import DTYPE_BYTES, EMBED, EXPERTS, HEAD, Census, token_elements
 
-HEAD = "linear.lm_head"
 TABLES = "rotary tables"
 INDEX = "index"
 """Name of caches of keys that choose: each rank of a dealt cache chooses from its own."""
@@ -62,7 +61,8 @@ def rank_work(
     `prompts`: of chunks of prompts, where they are computed another way than decodes.
     """
     layout = of_prompts(held.layout) if prompts else of_decodes(held.layout)
-    arch, elements, whole = counted.arch, counted.elements(layout), counted.elements()
+    arch, elements = counted.arch, counted.elements(layout)
+    dense, head, passed = token_elements(counted, costs, layout)
     kept = counted.elements(held.layout)
     routed = [site for site in elements if site.startswith(f"{EXPERTS}.")]
     # A half that cuts a matrix further than it is held reads its part of it.
@@ -78,12 +78,9 @@ def rank_work(
         vocab=arch.vocab_size,
         experts=max(arch.routed_experts, 1),
         width=DTYPE_BYTES[dtype],
-        dense=sum(n for site, n in elements.items() if site not in (EMBED, HEAD, *routed)),
-        head=elements.get(HEAD, 0),
-        routed=sum(whole[site] for site in routed)
-        * costs.experts_per_token
-        / max(arch.routed_experts, 1)
-        / layout.tensor,
+        dense=dense,
+        head=head,
+        routed=passed,
         dense_bytes=sum(sites.values()) - expert_bytes - embedding - sites.get(TABLES, 0),
         expert_bytes=expert_bytes,
         costs=costs,

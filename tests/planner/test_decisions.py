@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Decision, Origin
-from metainfer.core.plan import DraftPlan, LayoutPlan
+from metainfer.core.plan import DraftPlan, LayoutPlan, Limits
 from metainfer.core.step import Phase
 from metainfer.kernels.audit import target_facts
 from metainfer.kernels.impl import Evidence
@@ -18,7 +20,7 @@ from metainfer.kernels.select import Policy
 from metainfer.models.registry import random_config, read_arch
 from metainfer.ops.catalog import builtin_registry
 from metainfer.ops.workspaces import FILTER_BYTES
-from metainfer.planner.graphs import GRAPH_BYTES, wanted
+from metainfer.planner.graphs import GRAPH_BYTES, LAUNCH_S, SHORT_CHUNK, launch_bound, wanted
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved, resolve
 from metainfer.platform.facts import Facts
@@ -109,11 +111,38 @@ def test_chunks_are_captured_up_to_what_a_step_holds() -> None:
     assert resolved(concurrency=6, chunk_tokens=130).plan.fingerprint == plan.fingerprint
 
 
+LIMITS = Limits(
+    max_context=8192, max_running=8, step_tokens=4096, mixed_prefill_tokens=500, max_waiting=9
+)
+
+
+def test_chunks_are_captured_while_launches_hold_them_up() -> None:
+    def sizes(longest: int) -> tuple[list[int], list[int]]:
+        layout, draft = LayoutPlan(name="x"), DraftPlan(method="ngram", depth=0)
+        shapes = wanted("cuda", 8, LIMITS, draft, layout, longest)
+        alone = sorted(shape.tokens for shape in shapes if shape.phase == "chunk")
+        return alone, sorted(shape.tokens - 8 for shape in shapes if shape.phase == "mixed")
+
+    assert sizes(SHORT_CHUNK) == ([64, 128, 256], [64, 128, 256])
+    assert sizes(1100) == ([64, 128, 256, 512, 768, 1024], [64, 128, 256, 512])  # mixed: up to 500
+    assert sizes(99999)[0][-1] == LIMITS.step_tokens
+
+
+@given(launches=st.floats(1, 1e4), flops=st.floats(1e6, 1e12), rate=st.floats(1e12, 1e16))
+def test_the_longest_launch_bound_chunk_takes_as_long_as_its_launches(
+    launches: float, flops: float, rate: float
+) -> None:
+    tokens = launch_bound(launches, flops, rate)
+    busy = tokens * flops / (rate / 2)
+    assert tokens == SHORT_CHUNK or busy <= launches * LAUNCH_S < busy + flops / (rate / 2) * 1.001
+    assert launch_bound(launches, flops, None) == SHORT_CHUNK
+
+
 def test_what_ranks_share_is_not_captured() -> None:
     def phases(**degrees: int) -> set[str]:
         layout = LayoutPlan(name="x", **degrees)
         draft = DraftPlan(method="ngram", depth=2)
-        return {shape.phase for shape in wanted("cuda", 8, 4096, draft, layout)}
+        return {shape.phase for shape in wanted("cuda", 8, LIMITS, draft, layout)}
 
     assert phases() == phases(tensor=2) == {"decode", "verify", "chunk", "mixed"}
     assert phases(data=2) == phases(tensor=2, prefill=2) == {"decode"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_spread_contexts import planned
+from test_spread_contexts import known_rate, planned
 
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
@@ -158,9 +158,9 @@ def test_standing_bytes_belong_to_steps_with_or_without_a_second_stream() -> Non
 
     def standing(**wishes: Any) -> bool:
         intent = Intent(model=V4, context=8192, concurrency=8, **wishes)
-        there = describe("1x-h200", intent)
+        there, facts = describe("1x-h200", intent), known_rate("1x-h200")
         plan = resolve(
-            intent, open_model(V4).facts, there.facts, there.registry, there.policy(intent),
+            intent, open_model(V4).facts, facts, there.registry, there.policy(intent),
             needs=lambda key: needs,
         ).plan  # fmt: skip
         return any(row.kind == "graphs" and row.bytes == 12345 for row in plan.ledger)

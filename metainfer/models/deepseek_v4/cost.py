@@ -140,6 +140,10 @@ class Costs:
     def experts_per_token(self) -> int:
         return self.arch.experts_per_token
 
+    @property
+    def layer_launches(self) -> float:
+        return 41
+
     def distinct_experts(self, tokens: int) -> float:
         return distinct_experts(self.arch, tokens)
 

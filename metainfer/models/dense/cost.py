@@ -55,6 +55,10 @@ class Costs:
     def experts_per_token(self) -> int:
         return 0
 
+    @property
+    def layer_launches(self) -> float:
+        return 12
+
     def distinct_experts(self, tokens: int) -> float:
         return 0.0
 

@@ -51,6 +51,10 @@ class Costs:
     def experts_per_token(self) -> int:
         return self.arch.experts_per_token
 
+    @property
+    def layer_launches(self) -> float:
+        return 35
+
     def distinct_experts(self, tokens: int) -> float:
         """Under uniform routing."""
         missed = (1 - self.arch.experts_per_token / self.arch.experts) ** tokens
