@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
@@ -83,6 +84,7 @@ class Engine:
         self._desk = GrammarDesk(None)
         self._phase_name = ""
         self._steps: Steps | None = None
+        self._drawn: Counter[str] = Counter()  # of `_draws`, before ready
         self.compiles = CompileWatch(self._compiled_late)
         self.resolved: Resolved | None = None
         self.on_step: Callable[[StepPlan, float], None] | None = (
@@ -125,19 +127,15 @@ class Engine:
         with self._phase("warm-up"):
             self._executor.warm(self._note)
         self._open_grammars(self._executor, model, resolved.plan)
-        self._scheduler = self._make_scheduler(resolved, model)
-        self._steps = Steps(
-            self._executor,
-            self._scheduler,
-            self._recorder,
-            StackTimer(self._guards.hang_after_s),
-            self._on_fault,
-            ahead=cast("LocalExecutor", self._executor) if resolved.plan.overlap else None,
-        )
+        self._open_loop(self._executor, resolved, model)
         plan = resolved.plan
         if self._guards.try_limit:
             with self._phase("a request at the limit"):
                 try_limit(self, plan.limits.max_context, resolved.arch.vocab_size, self._note)
+            slots = tuple(range(plan.kv_domains * resolved.sizes.slots))
+            self._executor.execute(StepPlan(0, (), released=slots))
+            self._open_loop(self._executor, resolved, model)  # nothing of it is left
+        self._drawn = Counter(self._draws)
         self.compiles.open()
         return EngineInfo(
             model=model.source.reference,
@@ -154,6 +152,20 @@ class Engine:
             start_phases=tuple(self._phases),
             held_bytes=self.held_bytes,
             links=machine.facts.links,
+        )
+
+    def _open_loop(
+        self, executor: LocalExecutor | RankExecutor, resolved: Resolved, model: OpenedModel
+    ) -> None:
+        """A scheduler and its steps, over caches in which nothing is kept."""
+        self._scheduler = self._make_scheduler(resolved, model)
+        self._steps = Steps(
+            executor,
+            self._scheduler,
+            self._recorder,
+            StackTimer(self._guards.hang_after_s),
+            self._on_fault,
+            ahead=cast("LocalExecutor", executor) if resolved.plan.overlap else None,
         )
 
     def _open_grammars(
@@ -330,9 +342,14 @@ class Engine:
             emulated_calls=waited.calls if waited is not None else 0,
             overlapped_steps=self._steps.overlapped if self._steps is not None else 0,
             step_waits=dict(self._steps.waits) if self._steps is not None else {},
-            step_draws=getattr(self._executor, "draws", {}),
+            step_draws=dict(self._draws - self._drawn),
             emulated_wait_s=waited.us / 1e6 if waited is not None else 0.0,
         )
+
+    @property
+    def _draws(self) -> Counter[str]:
+        """How the executor's draws were launched, warm-up and trial with the rest."""
+        return Counter(self._executor.draws if self._executor is not None else {})
 
     @property
     def waited(self) -> Waited | None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from metainfer.core.errors import RequestError, UserError
 from metainfer.core.request import Request, SamplingParams
-from metainfer.scheduler.metrics import Counters
 
 if TYPE_CHECKING:
     from metainfer.engine.engine import Engine
@@ -21,33 +20,30 @@ NAME = "limit"
 
 
 def try_limit(engine: Engine, limit: int, vocab: int, note: Callable[[str], None]) -> None:
-    """Serve a random prompt that fills `limit` tokens with its one token of answer.
-
-    Nothing of it stays in the prefix cache or in the scheduler's counters. Where ranks hold caches
-    of their own, one of them is tried.
+    """Serve random prompts that fill `limit` tokens with their one token of answer: one for each
+    cache that ranks hold of their own, all at once.
 
     Raises:
-        UserError: it was refused, or met a fault; says which.
+        UserError: one was refused, or met a fault; says which.
     """
-    draw = random.Random(0)
-    prompt = tuple(draw.randrange(vocab) for _ in range(max(1, limit - 1)))
+    draw, scheduler = random.Random(0), engine.scheduler
+    length, domains = max(1, limit - 1), len(scheduler.domains)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    scheduler, said, tokens = engine.scheduler, "", 0
+    said, tokens = "", 0
     try:
-        engine.submit(Request(NAME, prompt, params))
+        for domain in range(domains):
+            prompt = tuple(draw.randrange(vocab) for _ in range(length))
+            engine.submit(Request(f"{NAME} {domain}", prompt, params))
     except RequestError as error:
         said = error.cause
     while engine.has_work:
         for output in engine.step()[0]:
             said, tokens = output.error or said, tokens + len(output.tokens)
-        note(f"{scheduler.counters.prompt_tokens:,} of {len(prompt):,} tokens")
-    if said or tokens != 1:
+        note(f"{scheduler.counters.prompt_tokens:,} of {domains * length:,} tokens")
+    if said or tokens != domains:
         raise UserError(
-            f"a prompt of {len(prompt):,} tokens, as the plan promises, got no answer: "
+            f"a prompt of {length:,} tokens, as the plan promises, got no answer: "
             f"{said or 'it ended without one'}.",
             "Lower --context or --chunk-tokens; metainfer tune capacity MODEL measures what fits.",
             code="limit_failed",
         )
-    scheduler.counters = Counters()
-    for domain in scheduler.domains:
-        domain.kv.flush()
