@@ -6,7 +6,8 @@ Writes ``comm_gpu.json``. Every section is a process of its own with a time limi
 hangs or breaks its context costs only itself. On one GPU: virtual ranks in device memory (`local`)
 and in pinned host memory (`host`, all on one link), copy engines through host memory, and two
 processes by IPC and by shared host memory (correctness only: they share the card by time slices).
-On two: `host`, copies and `ipc` against NCCL, eager and in graphs, without and with peer access.
+On two: `host`, copies and `ipc` against NCCL, eager and in graphs, without and with peer access;
+rows gathered and sums scattered.
 Exit status 1 when a result is wrong; missed bars are reported, not hidden.
 """
 
@@ -28,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from comm_gpu_pair import one_card, pair, streams
+from comm_gpu_pair import one_card, pair, rows, streams
 from comm_gpu_virtual import copies, time_epilogue, time_virtual, verify_virtual
 
 from metainfer.comm import driver, layout, loader
@@ -82,6 +83,7 @@ SECTIONS: dict[str, tuple[int, float]] = {
     "pair_without_peer": (2, 180),
     "pair_with_peer": (2, 150),
     "streams": (2, 100),
+    "rows": (2, 60),
 }
 
 
@@ -98,6 +100,7 @@ def section(name: str) -> Report:
         "pair_without_peer": lambda: pair(False),
         "pair_with_peer": lambda: pair(True),
         "streams": streams,
+        "rows": rows,
     }
     return steps[name]()
 

@@ -111,6 +111,30 @@ def streams() -> Report:
     return report
 
 
+def rows() -> Report:
+    """Two devices without peer access: rows gathered and sums of them scattered, by kernels (a
+    call's and in graphs) and by copy engines, beside NCCL; verified, then timed."""
+    report: Report = {"rows": {}, "wrong": []}
+    ways = [("copy", "copy", False), ("host", "direct", False), ("host", "direct", True)]
+    ways.append(("nccl", "ring", False))
+    with group_of([0, 1], {"NCCL_P2P_DISABLE": "1"}) as group:
+        for backend in ("host", "copy", "nccl"):
+            group.call("open", backend)
+        group.call("warm", "host", "one_shot", [MIB])
+        for kind in ("all_gather", "reduce_scatter"):
+            for backend, algorithm, _ in ways[:2]:
+                odd = [2, 4098, MIB + 2, 33 * MIB + 6, 64 * MIB]
+                wrong = group.call("verify", backend, algorithm, odd, 3, kind)
+                report["wrong"] += wrong[0] + wrong[1]
+            for size in (64 * MIB, 32 * MIB, 8 * MIB, 2 * MIB):
+                for backend, algorithm, graph in ways:
+                    found = group.call("time", backend, algorithm, size, 4, graph, kind)
+                    name = f"{kind} {backend} {size} {'graph' if graph else 'eager'}"
+                    report["rows"][name] = max(found, key=lambda each: each["us"])  # type: ignore[index]
+                    print(name, report["rows"][name], flush=True)
+    return report
+
+
 def pair(peer: bool) -> Report:
     """Two devices: ours and NCCL in one process group, without or with peer access."""
     environ = {} if peer else {"NCCL_P2P_DISABLE": "1"}

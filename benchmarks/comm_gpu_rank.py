@@ -18,7 +18,7 @@ from metainfer.comm.backends.nccl import NcclComm
 from metainfer.comm.backends.shm_cpu import ShmComm
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.plan import CommPlan, Offer, choose
-from metainfer.comm.request import Op, Precision, Request
+from metainfer.comm.request import Op, Precision, Request, shard
 from metainfer.workers.wire import RankFacts
 
 COPY_PART = (32 << 20) + 4096
@@ -28,12 +28,12 @@ def plan_of(request: Request, algorithm: str, backend: str) -> CommPlan:
     return choose(request, [Offer(backend=backend, algorithm=algorithm)])
 
 
-def message(size: int, world: int, backend: str, algorithm: str) -> CommPlan:
-    """An all-reduce of `size` bytes in bfloat16."""
+def message(
+    size: int, world: int, backend: str, algorithm: str, op: Op = Op.ALL_REDUCE
+) -> CommPlan:
+    """A collective of `size` bytes in bfloat16."""
     precision = Precision.NATIVE if backend == "nccl" else Precision.EXACT
-    request = Request(
-        op=Op.ALL_REDUCE, count=size // 2, dtype="bfloat16", world=world, precision=precision
-    )
+    request = Request(op=op, count=size // 2, dtype="bfloat16", world=world, precision=precision)
     return plan_of(request, algorithm, backend)
 
 
@@ -108,32 +108,50 @@ class Rank:
             if isinstance(comm, CudaComm):
                 comm.warm(message(size, self.world, backend, algorithm))
 
-    def verify(self, backend: str, algorithm: str, sizes: list[int], times: int) -> list[str]:
-        """Bit equality with the canonical sum on fresh inputs and poisoned outputs."""
-        wrong = []
+    def verify(
+        self, backend: str, algorithm: str, sizes: list[int], times: int, kind: str = "all_reduce"
+    ) -> list[str]:
+        """Bit equality with the canonical sum on fresh inputs and poisoned outputs; a gather's
+        ranks bring their shards of it."""
+        wrong, op = [], Op(kind)
         comm = self.comms[backend]
         for size in sizes:
-            plan = message(size, self.world, backend, algorithm)
+            plan = message(size, self.world, backend, algorithm, op)
+            own = slice(*shard(size // 2, self.world, self.rank))
             for turn in range(times):
                 parts = [values(rank, size // 2, turn + size) for rank in range(self.world)]
-                given = parts[self.rank].cuda()
-                out = torch.full_like(given, float("nan"))
+                summed = canonical_sum(parts)
+                given = (summed[own] if op is Op.ALL_GATHER else parts[self.rank]).cuda()
+                wanted = summed[own] if op is Op.REDUCE_SCATTER else summed
+                out = torch.full(wanted.shape, float("nan"), dtype=given.dtype, device="cuda")
                 comm.run(plan, given, out)
                 torch.cuda.synchronize()
                 if not isinstance(comm, NcclComm):
                     comm.check()
-                if not torch.equal(bits(out), bits(canonical_sum(parts))):
-                    wrong.append(f"{backend} {algorithm} {size} B, turn {turn}")
+                if not torch.equal(bits(out), bits(wanted)):
+                    wrong.append(f"{backend} {algorithm} {kind} {size} B, turn {turn}")
         return wrong
 
     def time(
-        self, backend: str, algorithm: str, size: int, repeat: int, graph: bool
+        self,
+        backend: str,
+        algorithm: str,
+        size: int,
+        repeat: int,
+        graph: bool,
+        kind: str = "all_reduce",
     ) -> dict[str, float]:
         """Microseconds per call: median and MAD over samples of `repeat` calls, which begin behind
         a call of the same kind, so ranks start together."""
-        comm, plan = self.comms[backend], message(size, self.world, backend, algorithm)
+        comm, op = self.comms[backend], Op(kind)
+        plan = message(size, self.world, backend, algorithm, op)
         given = torch.randn(size // 2, device="cuda").to(torch.bfloat16)
         out = given if backend == "nccl" else torch.empty_like(given)
+        own = slice(*shard(size // 2, self.world, self.rank))
+        if op is Op.ALL_GATHER:
+            given = given[own]
+        elif op is Op.REDUCE_SCATTER:
+            out = out[own]
 
         def calls() -> None:
             for _ in range(repeat):

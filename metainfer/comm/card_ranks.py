@@ -36,8 +36,8 @@ from metainfer.comm.peers import Linked, Place, Ranks
 from metainfer.comm.pieces import ALGORITHMS
 from metainfer.comm.plan import AUTO, CommPlan, Offer, choose
 from metainfer.comm.plan_file import Tiers
-from metainfer.comm.plan_offers import COPY, Ability, cuda_abilities
-from metainfer.comm.request import ELEMENT_BYTES, Op, Precision, Request
+from metainfer.comm.plan_offers import COPIED, COPY, Ability, cuda_abilities
+from metainfer.comm.request import ELEMENT_BYTES, Op, Precision, Request, shard
 from metainfer.comm.side import Turns
 from metainfer.comm.topology import Topology
 from metainfer.core.errors import UserError
@@ -50,7 +50,7 @@ HOST_COPY = f"host:{COPY}"
 OPENED = ("ipc", "host", HOST_COPY, "nccl")
 ON_REQUEST = reject("on-request", "opened only when it is asked for: --collectives nccl")
 PROVEN = (1, 777, 70_001)
-"""Elements of the sums that a backend has to get right before it is used."""
+"""Elements of the messages that a backend has to get right before it is used."""
 
 
 class CardRanks:
@@ -168,7 +168,7 @@ class _Group:
         for name, comm in list(self.opened.items()):
             if not isinstance(comm, CudaComm | CopyRank):
                 continue
-            found = wrong_sums(comm, name, dtype)
+            found = wrong_results(comm, name, dtype)
             self._verdicts[name] = self._together(name, found)
             if not self._verdicts[name].accepted:
                 self._quietly(self.opened.pop(name).close)
@@ -332,20 +332,28 @@ def _first_plans(backend: str, world: int, dtype: str) -> list[CommPlan]:
     return found
 
 
-def wrong_sums(comm: CudaComm | CopyRank, name: str, dtype: str) -> Verdict:
-    """Whether `comm` sums as `canonical_sum` does, to the bit, on odd lengths with poisoned
-    results. Collective."""
-    kind, world = DTYPES[dtype], comm.world
-    methods = ("two_shot",) if isinstance(comm, CopyRank) else ALGORITHMS[Op.ALL_REDUCE]
+def wrong_results(comm: CudaComm | CopyRank, name: str, dtype: str) -> Verdict:
+    """Whether `comm` sums as `canonical_sum` does, and copy engines gather and scatter so too: to
+    the bit, on odd lengths with poisoned results. Collective."""
+    kind, world, rank = DTYPES[dtype], comm.world, comm.rank
+    methods = [(Op.ALL_REDUCE, each) for each in ALGORITHMS[Op.ALL_REDUCE]]
+    if isinstance(comm, CopyRank):
+        methods = [(op, COPY) for op in COPIED]
     for turn, count in enumerate(PROVEN):
-        parts = [_drawn(rank, count, turn, kind) for rank in range(world)]
-        wanted = canonical_sum(parts)
-        for method in methods:
-            request = Request(op=Op.ALL_REDUCE, count=count, dtype=dtype, world=world)
+        parts = [_drawn(each, count, turn, kind) for each in range(world)]
+        own = slice(*shard(count, world, rank))
+        summed = canonical_sum(parts)
+        for op, method in methods:
+            request = Request(op=op, count=count, dtype=dtype, world=world)
             plan = choose(request, [Offer(backend=name.partition(":")[0], algorithm=method)])
-            given = torch.empty(count, dtype=kind, device=f"cuda:{comm.index}")
-            given.copy_(parts[comm.rank])
-            out = torch.full_like(given, float("nan"))
+            mine, wanted = parts[rank], summed
+            if op is Op.ALL_GATHER:
+                mine, wanted = summed[own], summed
+            elif op is Op.REDUCE_SCATTER:
+                wanted = summed[own]
+            given = torch.empty(len(mine), dtype=kind, device=f"cuda:{comm.index}")
+            given.copy_(mine)
+            out = torch.full(wanted.shape, float("nan"), dtype=kind, device=given.device)
             try:
                 comm.run(plan, given, out)
                 torch.cuda.current_stream(comm.index).synchronize()
@@ -354,7 +362,8 @@ def wrong_sums(comm: CudaComm | CopyRank, name: str, dtype: str) -> Verdict:
                 return reject("failed", f"{name} {method}: {error.cause}")
             found = out.cpu()
             if not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
-                return reject("wrong", f"{name} {method} gave wrong bytes at {count} elements")
+                text = f"{name} {method} gave wrong bytes at {count} elements"
+                return reject("wrong", f"{text} of {op}")
     return ACCEPT
 
 

@@ -25,6 +25,12 @@ from metainfer.core.verdict import ACCEPT, Verdict, reject, require
 CPU_BACKENDS = ("shm_cpu", "local", "gloo")
 CUDA_BACKENDS = ("ipc", "host", "local", "nccl")
 COPY = "copy"
+COPIED: Mapping[Op, model.Formula] = {
+    Op.ALL_REDUCE: model.host_copy,
+    Op.ALL_GATHER: model.copied_gather,
+    Op.REDUCE_SCATTER: model.copied_scatter,
+}
+"""What copy engines carry through host memory, and its price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +101,7 @@ def offers(
                     us=_estimate(request, ability.backend, algorithm, topology, costs),
                 )
             )
-        if ability.backend == "host" and request.op is Op.ALL_REDUCE:
+        if ability.backend == "host" and request.op in COPIED:
             found.append(_copy(request, ability, topology, costs))
     return tuple(found)
 
@@ -171,7 +177,7 @@ def _copy(request: Request, ability: Ability, topology: Topology | None, costs: 
         verdict = verdict & require(request.bytes <= most, "room", text)
     us = None
     if topology is not None and request.world > 1:
-        us = model.host_copy(topology.first(request.world), request.bytes, costs)
+        us = COPIED[request.op](topology.first(request.world), request.bytes, costs)
     return Offer(backend="host", algorithm=COPY, verdict=verdict, us=us, graph_safe=False)
 
 

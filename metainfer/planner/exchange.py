@@ -87,7 +87,7 @@ class Exchange:
         if tensor > 1:
             each += self._reduced(expert, every) + self._reduced(tensor, self._row(sent))
         else:
-            each += self._direct(expert, every)
+            each += self._direct(expert, every, links.copied_scatter)
         return work.layers * each
 
     def _rows(self, sent: Sent) -> float:
@@ -128,9 +128,15 @@ class Exchange:
         tree = self._group(ranks)
         return links.best(links.PEER if tree.peer else links.HOST, tree, int(size))[1]
 
-    def _direct(self, ranks: int, size: float) -> float:
+    def _direct(
+        self, ranks: int, size: float, copied: links.Formula = links.copied_gather
+    ) -> float:
+        """By kernels or, through host memory, by copy engines where these are sooner."""
         tree = self._group(ranks)
-        return links.direct(tree, int(size), through_host=not tree.peer)
+        if tree.peer:
+            return links.direct(tree, int(size))
+        by_kernels = links.direct(tree, int(size), through_host=True)
+        return min(by_kernels, copied(tree, int(size), links.SEEDS))
 
     def _broadcast(self, ranks: int, size: float) -> float:
         """By the way that is cheaper; host memory is always open."""

@@ -29,7 +29,7 @@ class Stream:
     known: list[Stream] = []
     _making = threading.Lock()
 
-    def __init__(self, device: int = 0) -> None:
+    def __init__(self, device: int = 0, priority: int = 0) -> None:
         self._pool = ThreadPoolExecutor(1)
         self.last: Future[Any] | None = None
         with self._making:

@@ -66,6 +66,7 @@ def memory(built: Path, monkeypatch: pytest.MonkeyPatch) -> Memory:
     for name, step in {
         "copy_down": fake_cuda.move,
         "copy_up": fake_cuda.move,
+        "copy_across": fake_cuda.move,
         "register_host": lambda address, size: address,
         "unregister_host": lambda address: None,
         "allocate": found.allocate,

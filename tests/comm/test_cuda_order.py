@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,7 @@ from metainfer.comm import layout
 from metainfer.comm.backends import calls, cuda, cuda_copy
 from metainfer.comm.backends.cuda_copy import CopyRank, Staging
 from metainfer.comm.errors import CommError
-from metainfer.comm.exact import canonical_sum
-from metainfer.comm.request import Op, Request
+from metainfer.comm.request import ELEMENT_BYTES, Op, Request
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 
@@ -49,8 +49,8 @@ def fake(built: Path, monkeypatch: pytest.MonkeyPatch) -> fake_cuda.Torch:
             lambda r, rank, given, out, device: calls.checked(r, rank, given, out),
         )
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(cuda_copy.driver, "copy_down", fake_cuda.move)
-    monkeypatch.setattr(cuda_copy.driver, "copy_up", fake_cuda.move)
+    for name in ("copy_down", "copy_up", "copy_across"):
+        monkeypatch.setattr(cuda_copy.driver, name, fake_cuda.move)
     return device
 
 
@@ -129,20 +129,28 @@ def staging_of(world: int, part: int) -> tuple[torch.Tensor, Staging]:
     return memory, Staging(base, base, world, part)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_copies_are_exact_in_any_piece_and_call_after_call(
-    fake: fake_cuda.Torch, world: int, seed: int
-) -> None:
+def copy_ranks(world: int) -> tuple[torch.Tensor, list[CopyRank]]:
     memory, staging = staging_of(world, 1 << 16)
-    ranks = [CopyRank(rank, staging, device=0) for rank in range(world)]
+    return memory, [CopyRank(rank, staging, device=0) for rank in range(world)]
+
+
+COPIED = {Op.ALL_REDUCE: "bfloat16", Op.REDUCE_SCATTER: "bfloat16", Op.ALL_GATHER: "uint8"}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("op", COPIED)
+def test_copies_are_exact_in_any_piece_and_call_after_call(
+    fake: fake_cuda.Torch, op: Op, world: int, seed: int
+) -> None:
+    memory, ranks = copy_ranks(world)
     streams = [fake_cuda.Stream() for _ in range(world)]
     draw = random.Random(seed)
     for turn, count in enumerate((1, 7, 1000, 30_001, 30_001, 16 * world, 5000)):
-        request = Request(op=Op.ALL_REDUCE, count=count, dtype="bfloat16", world=world)
-        plan, given = plan_of(request, "two_shot", "host"), inputs(request, seed + turn)
+        request = Request(op=op, count=count, dtype=COPIED[op], world=world)
+        plan, given = plan_of(request, "copy", "host"), inputs(request, seed + turn)
         for rank in ranks:
             rank.piece_bytes = 2048 if turn % 2 else 0
-        out = [torch.full_like(part, float("nan")) for part in given]
+        out = [poisoned(request, rank) for rank in range(world)]
         order = list(range(world))
         draw.shuffle(order)
         for rank in order:  # a late rank must not matter
@@ -152,30 +160,43 @@ def test_copies_are_exact_in_any_piece_and_call_after_call(
         fake.cuda.synchronize()
         for rank in range(world):
             ranks[rank].check()
-            assert same(out[rank], canonical_sum(given)), (count, rank)
+            assert same(out[rank], expected(request, given, rank)), (count, rank)
     assert memory.numel()
 
 
-def test_calls_in_a_row_do_not_mix(fake: fake_cuda.Torch, seed: int) -> None:
-    world, count = 3, 9001
-    memory, staging = staging_of(world, 1 << 16)
-    ranks = [CopyRank(rank, staging, device=0) for rank in range(world)]
-    streams = [fake_cuda.Stream() for _ in range(world)]
-    plan = plan_of(
-        Request(op=Op.ALL_REDUCE, count=count, dtype="bfloat16", world=world), "two_shot"
+def poisoned(request: Request, rank: int) -> torch.Tensor:
+    """Room for a result, with bytes in it that no sum gives."""
+    count = calls.result_count(request, rank)
+    return (
+        torch.full((count,), 255, dtype=torch.uint8)
+        .repeat_interleave(ELEMENT_BYTES[request.dtype])
+        .view(calls.DTYPES[request.dtype])
     )
-    given = [inputs(plan.request, seed + turn) for turn in range(6)]
-    out = [[torch.full_like(part, float("nan")) for part in parts] for parts in given]
-    made = [[torch.full_like(part, float("nan")) for part in parts] for parts in given]
-    seen = [[torch.full_like(part, float("nan")) for part in parts] for parts in given]
+
+
+def test_calls_in_a_row_do_not_mix(fake: fake_cuda.Torch, seed: int) -> None:
+    """Of all kinds, for each leaves the staging memory to the next; nobody waits, so that a quick
+    rank may be a call ahead."""
+    world, count = 3, 9001
+    memory, ranks = copy_ranks(world)
+    streams = [fake_cuda.Stream() for _ in range(world)]
     draw = random.Random(seed)
+    ops = [*COPIED, *COPIED, *draw.choices(list(COPIED), k=4)]
+    requests = [Request(op=op, count=count, dtype="bfloat16", world=world) for op in ops]
+    given = [inputs(request, seed + turn) for turn, request in enumerate(requests)]
+    made = [[torch.full_like(part, float("nan")) for part in parts] for parts in given]
+    out, seen = (
+        [[poisoned(request, rank) for rank in range(world)] for request in requests]
+        for _ in range(2)
+    )
 
     def make(turn: int, rank: int, nap: float) -> None:
         """The stream's own work before a call: the input is not there until it is done."""
         time.sleep(nap)
         made[turn][rank].copy_(given[turn][rank])
 
-    for turn in range(6):  # nobody waits: a quick rank may be a call ahead
+    for turn, request in enumerate(requests):
+        plan = plan_of(request, "copy")
         for rank in range(world):
             ranks[rank].piece_bytes = 4096
             with fake.cuda.stream(streams[rank]):
@@ -187,10 +208,50 @@ def test_calls_in_a_row_do_not_mix(fake: fake_cuda.Torch, seed: int) -> None:
                     lambda turn=turn, rank=rank: seen[turn][rank].copy_(out[turn][rank])
                 )
     fake.cuda.synchronize()
-    for turn in range(6):
+    for turn, request in enumerate(requests):
         for rank in range(world):
             ranks[rank].check()
-            assert same(seen[turn][rank], canonical_sum(given[turn])), (turn, rank)
+            assert same(seen[turn][rank], expected(request, given[turn], rank)), (turn, rank)
+    assert memory.numel()
+
+
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.REDUCE_SCATTER])
+def test_staging_memory_is_written_once_everyone_has_taken_the_call_before(
+    fake: fake_cuda.Torch, monkeypatch: pytest.MonkeyPatch, op: Op, seed: int
+) -> None:
+    """Rank 1 sends, and is held up before it takes: rank 0 is done with its first call, and may not
+    go on to write the second."""
+    memory, ranks = copy_ranks(2)
+    streams = [fake_cuda.Stream() for _ in range(2)]
+    gate, second = threading.Event(), threading.Event()
+    opened: list[bool] = []
+
+    def down(target: int, source: int, size: int, stream: int) -> None:
+        def note() -> None:
+            opened.append(gate.is_set())
+            if len(opened) == 2:
+                second.set()
+
+        if stream == ranks[0].down.cuda_stream:
+            fake_cuda.Stream.known[stream].do(note)
+        fake_cuda.move(target, source, size, stream)
+
+    monkeypatch.setattr(cuda_copy.driver, "copy_down", down)
+    ranks[1].up.do(lambda: gate.wait(60))  # type: ignore[attr-defined]
+    request = Request(op=op, count=1000, dtype="bfloat16", world=2)
+    given = [inputs(request, seed + turn) for turn in range(2)]
+    out = [[poisoned(request, rank) for rank in range(2)] for _ in range(2)]
+    for turn in range(2):
+        for rank in range(2):
+            with fake.cuda.stream(streams[rank]):
+                ranks[rank].run(plan_of(request, "copy"), given[turn][rank], out[turn][rank])
+    second.wait(0.2)  # it must not come
+    gate.set()
+    fake.cuda.synchronize()
+    assert opened == [False, True]
+    for turn in range(2):
+        for rank in range(2):
+            assert same(out[turn][rank], expected(request, given[turn], rank)), (turn, rank)
     assert memory.numel()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from ranks import together
 from test_tiers import CAPTURED
 
+from metainfer.comm import model
 from metainfer.comm.api import Communicator
 from metainfer.comm.backends.local import LocalGroup
 from metainfer.comm.backends.slabs import SlabComm, gather_bytes
@@ -55,6 +57,39 @@ def test_a_broadcast_leaves_one_port_once_for_each_peer_or_once_for_all() -> Non
     assert us["ipc"] and us["host"] and us["host"] < us["ipc"]
 
 
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.REDUCE_SCATTER])
+def test_long_rows_and_their_sums_go_by_copy_engines_where_nobody_captures(op: Op) -> None:
+    def asked(size: int, **change: Any) -> Request:
+        return Request(op=op, count=size // 2, dtype="bfloat16", world=2, **change)
+
+    tree = no_peer(2)
+    assert chosen(asked(64 * KIB), tree) == "host:direct"
+    assert chosen(asked(64 * MIB), tree) == "host:copy"
+    assert chosen(asked(64 * MIB, captured=True), tree) == "host:direct"
+    able = cuda_abilities(tree, GPU, most_copied=32 * MIB)
+    plan = choose(asked(64 * MIB), offers(asked(64 * MIB), able, tree))
+    assert plan.algorithm == "direct"
+    said = {loser.value: loser.reasons for loser in plan.decision.losers}
+    assert "exceed the 33554432 B" in said["host:copy"][0].message
+    plan = choose(asked(MIB, captured=True), offers(asked(MIB), able, tree))
+    said = {loser.value: loser.reasons for loser in plan.decision.losers}
+    assert [reason.code for reason in said["host:copy"]] == ["graph"]
+
+
+def test_copies_of_rows_cost_what_their_bytes_need_of_the_link() -> None:
+    """64 MiB among four: a rank's 16 down and 48 up by the slower way of three, or 48 both ways."""
+    size, tree = 64 * MIB, no_peer(4)
+    rate = min(tree.host_bytes_s, tree.dram_bytes_s / 4)
+    for op, down in ((Op.ALL_GATHER, size / 4), (Op.REDUCE_SCATTER, size * 3 / 4)):
+        request = Request(op=op, count=size // 4, dtype="float32", world=4)
+        able = cuda_abilities(tree, GPU)
+        (offer,) = [each for each in offers(request, able, tree) if each.key == "host:copy"]
+        both = (down + size * 3 / 4) / tree.duplex_bytes_s
+        assert offer.us == pytest.approx(36 + 1e6 * max(size * 3 / 4 / rate, both))
+    narrow = dataclasses.replace(tree, duplex_bytes_s=20e9)
+    assert model.copied_scatter(narrow, size) > model.copied_gather(narrow, size)
+
+
 def test_copies_are_not_for_graphs_nor_epilogues() -> None:
     assert chosen(reduce(32 * MIB, 2, captured=True), no_peer(2)) == "host:two_shot"
     rows = reduce(32 * MIB, 2, epilogue=Epilogue(hidden=4096))
@@ -63,8 +98,6 @@ def test_copies_are_not_for_graphs_nor_epilogues() -> None:
 
 @pytest.mark.parametrize(("peer", "word"), [(False, "may not write"), (None, "is not known")])
 def test_b12_every_gate_that_is_closed_is_said(peer: bool | None, word: str) -> None:
-    import dataclasses
-
     topology = dataclasses.replace(one_switch(4), peer=peer)
     bytes_wrong = {"ipc": reject("bytes", "pair 2->5 gave wrong bytes")}
     able = cuda_abilities(topology, GPU, bytes_wrong)
@@ -117,8 +150,6 @@ def test_every_shipped_machine_has_a_seed_table_at_its_buckets(name: str) -> Non
 
 
 def test_a_slower_link_never_makes_an_estimate_faster() -> None:
-    import dataclasses
-
     for op in (Op.ALL_REDUCE, Op.ALL_GATHER, Op.ALL_TO_ALL):
         request = Request(op=op, count=1 << 16, dtype="bfloat16", world=4)
         fast = one_switch(4)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metainfer.comm.model import broadcast, direct
+from metainfer.comm.model import broadcast, copied_gather, copied_scatter, direct
 from metainfer.comm.topology import from_facts
 from metainfer.core.errors import UsageError
 from metainfer.core.intent import Intent
@@ -166,10 +166,12 @@ def test_a_chunk_over_eight_ranks_by_hand() -> None:
     each = sum(s.form.bytes / s.tokens_per_entry for s in paged)
     edges = sum(s.state_bytes or s.window * s.form.bytes for s in rest)
     layers = len({s.layer for s in paged})
-    host = not tree.peer
-    gather = layers * direct(tree, int((4096 * each + 8 * edges) / layers), through_host=host)
-    met = direct(tree, 8 * 512 * 4096 * 2, through_host=host)  # every rank's rows; back likewise
-    assert part.sent * 1e6 == pytest.approx(gather + 8 * 2 * met, rel=1e-6)
+    assert not tree.peer
+    entries, rows = int((4096 * each + 8 * edges) / layers), 8 * 512 * 4096 * 2
+    gather = layers * min(direct(tree, entries, through_host=True), copied_gather(tree, entries))
+    there, back = copied_gather(tree, rows), copied_scatter(tree, rows)
+    assert max(there, back) < direct(tree, rows, through_host=True)  # long: by copy engines
+    assert part.sent * 1e6 == pytest.approx(gather + 8 * (there + back), rel=1e-6)
 
 
 def test_later_chunks_fetch_what_lies_before_them() -> None:
@@ -199,7 +201,7 @@ def test_later_chunks_fetch_what_lies_before_them() -> None:
     assert pair is not None
     layers = pair.work.dealt_layers
     layer = int(65_536 * pair.work.dealt_bytes / layers)
-    gathered = layers * direct(tree, layer, through_host=True)
+    gathered = layers * copied_gather(tree, layer)
     assert more("cp8/tp8cs8") * 1e6 == pytest.approx(gathered)
 
 
