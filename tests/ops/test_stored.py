@@ -10,9 +10,11 @@ from recipe_oracle import product, rounded, weight_of
 from torch import Tensor
 
 from metainfer.core.errors import InternalError, ModelError
+from metainfer.core.step import Phase
 from metainfer.formats.block_codecs import BlockTensor, decode
 from metainfer.formats.blocks import FORMATS
 from metainfer.formats.quant import RawTensor, dequantise, quantise, scheme_name
+from metainfer.kernels.impl import Context, OpRequest
 from metainfer.ops.catalog import builtin_registry
 from metainfer.ops.embed.torch_embed import embed_stored
 from metainfer.ops.linear import stored, torch_dense, torch_stored
@@ -20,6 +22,7 @@ from metainfer.ops.linear.onednn_layout import pack as pack_onednn
 from metainfer.ops.linear.packed import PackedWeight, pack_dense
 from metainfer.ops.linear.rounding import activation_group, round_activations
 from metainfer.ops.out_group.torch_group import out_group_stored
+from metainfer.platform.machine_catalog import find_machine
 
 FP8 = ("fp8_128", "fp8_32", "fp8_128_f32")
 REGISTRY = builtin_registry()
@@ -205,6 +208,49 @@ def test_linear_f32_multiplies_in_float32(seed: int) -> None:
     want = x.double() @ raw.data.double().T
     assert (torch_dense.linear_f32(x, dense) - want).abs().max() < 2e-5
     assert (torch_dense.linear(x, dense) - want).abs().max() > 1e-3
+
+
+class OnCard(torch.Tensor):
+    """A tensor of the host that says it is on a card."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_linear_f32_of_float16_is_widened_on_a_card(
+    dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix unit cuts the 22 bits of its products; bfloat16's 16 come whole."""
+    given: list[torch.dtype] = []
+
+    def library(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
+        given.append(a.dtype)
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    monkeypatch.setattr(torch, "mm", library)
+    dense = pack_dense([RawTensor("F32", (30, 64), noise(seed, 30, 64).float())], dtype=dtype)
+    x = noise(seed + 1, 7, 64).to(dtype)
+    got = torch_dense.linear_f32(x.as_subclass(OnCard), dense)
+    want = x.double() @ dense.data["weight"].double().T
+    assert got.dtype == torch.float32 and (got - want).abs().max() < 2e-5
+    assert given == [torch.bfloat16] * (dtype == torch.bfloat16)
+
+
+def test_linear_f32_of_float16_costs_what_the_reference_does_on_a_card() -> None:
+    """Both widen, so neither is a fast path."""
+    shape = {"rows": 32, "n": 1024, "k": 4096}
+    impls = {impl.name: impl for impl in REGISTRY.of("linear_f32")}
+
+    def cost(name: str, dtype: str) -> float:
+        request = OpRequest("linear_f32", "linear_f32", Phase.DECODE, dtype, shape)
+        priced = impls[name].cost
+        assert priced is not None
+        seconds = priced(Context(request, find_machine("1x-h200").facts))
+        assert seconds is not None
+        return seconds
+
+    assert cost("torch", "float16") == cost("ref", "float16")
+    assert cost("torch", "bfloat16") < cost("ref", "bfloat16")
 
 
 def test_out_group_rounds_weights_but_no_activation(seed: int) -> None:

@@ -89,8 +89,9 @@ def _library(context: Context) -> float | None:
 
 
 def _keeps_sums(context: Context) -> bool:
-    """The library gives float32 results without widening what it multiplies."""
-    return width(context) >= 4 or context.facts.device.kind == "cuda"
+    """The library gives float32 results without widening what it multiplies (`torch_dense`)."""
+    card = context.facts.device.kind == "cuda"
+    return width(context) >= 4 or (card and context.request.dtype == "bfloat16")
 
 
 def _stored_traffic(context: Context) -> float:
