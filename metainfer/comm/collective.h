@@ -155,8 +155,8 @@ MI_FN mi_u64 mi_sum_gather(const MiCall *call, mi_u64 calls, mi_u32 half) {
     if (code != MI_OK) return code;
     mi_take(call, half, call->second, share);
     if (!mi_hidden(call)) return MI_OK;
-    MI_SYNC();
     for (mi_u32 p = 0; p < mi_world(call); p++) {
+        MI_SYNC(); /* what was taken is there, and the room of the sums of rows is free again */
         mi_stripe(call->out_len[p], call->unit, share, &begin, &end);
         mi_epilogue(call, call->out_begin[p] + begin, call->out_begin[p] + end);
     }

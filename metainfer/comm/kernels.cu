@@ -11,8 +11,15 @@
 #define GROUP 8u
 
 // Packs of each rank that a thread has in flight: what host memory gives is bytes in flight over about
-// 1.5 us, and one pack of a thread fills no link. Eight in all, so that registers do.
+// 1.5 us, and one pack of a thread fills no link. Sixteen in all, so that registers do (eight where an
+// epilogue needs some): four blocks of 512 threads then take as fast as sixteen.
+#ifdef MI_PLAIN
+#define DEEP (MI_TOP > 4 ? 1 : 16 / MI_TOP)
+#define COPIED 8 // by a thread that only moves
+#else
 #define DEEP (MI_TOP > 4 ? 1 : 8 / MI_TOP)
+#define COPIED 4
+#endif
 
 __device__ __forceinline__ mi_u8 load_byte(mi_u64 at) { return *(const volatile mi_u8 *)at; }
 
@@ -114,12 +121,12 @@ MI_FN void mi_copy(mi_u64 to, mi_u64 from, mi_u64 bytes) {
         packed = bytes & ~15ull;
         mi_u64 i = MI_TID * 16ull;
         const mi_u64 step = MI_THREADS * 16ull;
-        for (; i + 3 * step < packed; i += 4 * step) {
-            Pack p[4];
+        for (; i + (COPIED - 1) * step < packed; i += COPIED * step) {
+            Pack p[COPIED];
 #pragma unroll
-            for (int k = 0; k < 4; k++) p[k] = load_pack(from + i + k * step);
+            for (int k = 0; k < COPIED; k++) p[k] = load_pack(from + i + k * step);
 #pragma unroll
-            for (int k = 0; k < 4; k++) store_pack(to + i + k * step, p[k]);
+            for (int k = 0; k < COPIED; k++) store_pack(to + i + k * step, p[k]);
         }
         for (; i < packed; i += step) store_pack(to + i, load_pack(from + i));
     }
@@ -258,40 +265,40 @@ __device__ __forceinline__ void sum(const MiCall *call, mi_u64 to, const mi_u64 
 
 // ---- epilogue: residual += y, RMSNorm of it; the order of `exact.py` -------------------------------
 
-// Sum over the 256 lanes of a group of threads: halves are added pairwise.
+// Sum over the 256 lanes of a group of threads: halves are added pairwise. Every warp adds all of them, so
+// that the group meets once; rows take turns with the room, for one of it may still be read.
 template <typename Wide>
-__device__ __forceinline__ Wide sum_lanes(Wide mine, mi_u32 lane, mi_u32 group) {
-    __shared__ double room[2][LANES];
-    Wide *const held = (Wide *)room[group];
+__device__ __forceinline__ Wide sum_lanes(Wide mine, mi_u32 lane, mi_u32 group, mi_u32 turn) {
+    __shared__ double room[2][2][LANES];
+    Wide *const held = (Wide *)room[turn & 1][group];
     held[lane] = mine;
     sync_group(group);
-    if (lane < 32) {
-        // 256 -> 128 -> 64 -> 32, each lane the same additions as a tree over all lanes.
-        Wide a[4];
+    // 256 -> 128 -> 64 -> 32, each lane the same additions as a tree over all lanes.
+    Wide a[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) a[k] = add(held[lane + 32 * k], held[lane + 32 * k + 128]);
-        mine = add(add(a[0], a[2]), add(a[1], a[3]));
-#pragma unroll
-        for (int step = 16; step; step /= 2)
-            mine = add(mine, __shfl_down_sync(0xffffffffu, mine, step));
-        if (lane == 0) held[0] = mine;
+    for (mi_u32 k = 0; k < 4; k++) {
+        const mi_u32 at = lane % 32 + 32 * k;
+        a[k] = add(held[at], held[at + 128]);
     }
-    sync_group(group);
-    mine = held[0];
-    sync_group(group);
+    mine = add(add(a[0], a[2]), add(a[1], a[3]));
+#pragma unroll
+    for (int step = 16; step; step /= 2) mine = add(mine, __shfl_xor_sync(0xffffffffu, mine, step));
     return mine;
 }
 
 template <int Type>
 __device__ __forceinline__ typename Element<Type>::Wide scale_of(const MiCall *call,
                                                                  typename Element<Type>::Wide square,
-                                                                 mi_u32 lane, mi_u32 group) {
+                                                                 mi_u32 lane, mi_u32 group,
+                                                                 mi_u32 turn) {
     typedef typename Element<Type>::Wide Wide;
-    const Wide mean = divide(sum_lanes(square, lane, group), (Wide)call->hidden);
+    const Wide mean = divide(sum_lanes(square, lane, group, turn), (Wide)call->hidden);
     return inverse_root(add(mean, (Wide)call->eps));
 }
 
-// Rows of 2-byte elements, at most four packs per lane, everything in registers.
+// Rows of 2-byte elements, at most four packs per lane, everything in registers; BESIDE of them are
+// loaded together, as many as registers allow.
+#define BESIDE (MI_TOP > 3 ? 1 : 2)
 template <int Type>
 __device__ __forceinline__ int fused(const MiCall *call, mi_u64 to, const mi_u64 *from,
                                      mi_u64 begin, mi_u64 end) {
@@ -301,34 +308,47 @@ __device__ __forceinline__ int fused(const MiCall *call, mi_u64 to, const mi_u64
     for (mi_u32 r = 0; r < MI_TOP; r++)
         if (r < mi_world(call)) all |= from[r];
     if (call->hidden % GROUP || packs > 4 * LANES || (all & 15)) return 0;
+    mi_u32 turn = 0;
     for (mi_u64 row = begin + group * (mi_u64)call->hidden; row < end;
          row += MI_THREADS / LANES * (mi_u64)call->hidden) {
         Pack kept[4], weight[4];
         float square = 0;
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const mi_u32 j = lane + k * LANES;
-            if (j >= packs) break;
-            const mi_u64 at = (row + j * GROUP) * 2ull;
-            float y[GROUP], r[GROUP];
-            const Pack old = load_pack(call->residual + at);
-            weight[k] = load_pack(call->weight + j * 16ull);
-            Pack p[MI_TOP];
-            load_packs(call, from, at, p);
-            add_packs<Type>(call, p, y);
-            const Pack rounded = Values<Type>::pack(y);
-            store_pack(to + at, rounded);
-            Values<Type>::unpack(rounded, y);
-            Values<Type>::unpack(old, r);
+        for (int first = 0; first < 4; first += BESIDE) {
+            if (first * LANES >= packs) break;
+            Pack p[BESIDE][MI_TOP];
 #pragma unroll
-            for (int i = 0; i < (int)GROUP; i++) r[i] = add(y[i], r[i]);
-            kept[k] = Values<Type>::pack(r);
-            store_pack(call->residual + at, kept[k]);
-            Values<Type>::unpack(kept[k], r);
+            for (int k = 0; k < BESIDE; k++) {
+                const mi_u32 j = lane + (first + k) * LANES;
+                if (j >= packs) break;
+                kept[first + k] = load_pack(call->residual + (row + j * GROUP) * 2ull);
+                load_packs(call, from, (row + j * GROUP) * 2ull, p[k]);
+            }
 #pragma unroll
-            for (int i = 0; i < (int)GROUP; i++) square = add(square, mul(r[i], r[i]));
+            for (int k = 0; k < BESIDE; k++) {
+                const mi_u32 j = lane + (first + k) * LANES;
+                if (j >= packs) break;
+                const mi_u64 at = (row + j * GROUP) * 2ull;
+                float y[GROUP], r[GROUP];
+                add_packs<Type>(call, p[k], y);
+                const Pack rounded = Values<Type>::pack(y);
+                store_pack(to + at, rounded);
+                Values<Type>::unpack(rounded, y);
+                Values<Type>::unpack(kept[first + k], r);
+#pragma unroll
+                for (int i = 0; i < (int)GROUP; i++) r[i] = add(y[i], r[i]);
+                kept[first + k] = Values<Type>::pack(r);
+                store_pack(call->residual + at, kept[first + k]);
+                Values<Type>::unpack(kept[first + k], r);
+#pragma unroll
+                for (int i = 0; i < (int)GROUP; i++) square = add(square, mul(r[i], r[i]));
+            }
         }
-        const float scale = scale_of<Type>(call, square, lane, group);
+#pragma unroll
+        for (int k = 0; k < 4; k++) // on their way while the group meets
+            if (lane + k * LANES < packs)
+                weight[k] = load_pack(call->weight + (lane + k * LANES) * 16ull);
+        const float scale = scale_of<Type>(call, square, lane, group, turn++);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const mi_u32 j = lane + k * LANES;
@@ -354,6 +374,7 @@ __device__ __forceinline__ void rows(const MiCall *call, mi_u64 begin, mi_u64 en
     const volatile Raw *y = (const volatile Raw *)call->out;
     const Raw *weight = (const Raw *)call->weight;
     Raw *residual = (Raw *)call->residual, *normed = (Raw *)call->normed;
+    mi_u32 turn = 0;
     for (mi_u64 row = begin + group * (mi_u64)call->hidden; row < end;
          row += MI_THREADS / LANES * (mi_u64)call->hidden) {
         Wide square = 0;
@@ -363,7 +384,7 @@ __device__ __forceinline__ void rows(const MiCall *call, mi_u64 begin, mi_u64 en
                 residual[row + i] = sum;
                 square = add(square, mul(E::wide(sum), E::wide(sum)));
             }
-        const Wide scale = scale_of<Type>(call, square, lane, group);
+        const Wide scale = scale_of<Type>(call, square, lane, group, turn++);
         for (mi_u32 j = lane * GROUP; j < call->hidden; j += LANES * GROUP)
             for (mi_u32 i = j; i < j + GROUP && i < call->hidden; i++)
                 normed[row + i] =

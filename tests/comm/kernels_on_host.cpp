@@ -56,11 +56,11 @@ static inline double __dadd_rn(double a, double b) { return a + b; }
 static inline double __dmul_rn(double a, double b) { return a * b; }
 static inline double __ddiv_rn(double a, double b) { return a / b; }
 static inline double __dsqrt_rn(double a) { return sqrt(a); }
-template <typename T> static inline T __shfl_down_sync(unsigned, T mine, int step) {
+template <typename T> static inline T __shfl_xor_sync(unsigned, T mine, int step) {
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     lanes[warp][lane] = (double)mine;
     pthread_barrier_wait(&warp_barrier[warp]);
-    const T found = lane + step < 32 ? (T)lanes[warp][lane + step] : mine;
+    const T found = (T)lanes[warp][lane ^ step];
     pthread_barrier_wait(&warp_barrier[warp]);
     return found;
 }
