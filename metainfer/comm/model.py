@@ -12,8 +12,9 @@ staged              T0 + 2 (N-1) 0.7 h + max(2 (N-1)/N S / (0.92 B), g S / Bx)
 island              T0 + 2h + h_x + 2 (g-1)/g S / (B eta_g) + c S / Bx
 copy                12 + 2 (N-1) 6 + 2 (N-1)/N S / (0.95 B), crossing as staged
 copy_island         12 + 6 a copy + the slower of the island's terms + the other over the pieces
-host one_shot       T0 + h_host + (S + (N-1) S) / Bd, Bd = min(B, DRAM / N)
-host two_shot       T0 + 2 h_host + max(S, 2 (N-1)/N S) / Bd, both at most 0.8 duplex
+host one_shot       T0 + h_host + (S + (N-1) S) / Bk, Bk = min(kernels' rate, DRAM / N)
+host two_shot       T0 + 2 h_host + max(S, 2 (N-1)/N S) / Bd, Bd = min(B, DRAM / N), both at
+                    most the kernels' rate; one rate of both ways, 0.8 duplex where unknown
 host copy           36 + as two_shot, at most the duplex rate; a gather's and a
                     reduce-scatter's bytes likewise
 broadcast           T0 + h + max((N-1) S / B, g S / Bx): all of it leaves one port
@@ -52,7 +53,7 @@ class Costs:
     copy_setup: float = 6.0
     copy_floor: float = 12.0
     host_handshake: float = 3.0
-    host_kernel: float = 0.8  # of the duplex rate, kernels that read and write pinned memory
+    host_kernel: float = 0.8  # of the duplex rate, kernels on pinned memory: where unmeasured
     piece: int = 2 * MIB  # of a pipelined copy
     slot: int = MIB  # of a broadcast through host memory, read while the next is written
     ll_limit: int = 64 * KIB
@@ -137,13 +138,14 @@ def copy_island(topology: Topology, size: int, costs: Costs = SEEDS, wide: int =
 
 
 def host_one_shot(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
-    n = topology.world
-    rate = min(topology.host_bytes_s, topology.dram_bytes_s / n)
-    return costs.floor + costs.host_handshake + n * size / rate * 1e6
+    rate = _by_kernels(topology)
+    return costs.floor + costs.host_handshake + topology.world * size / rate * 1e6
 
 
 def host_two_shot(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
-    wire = _through_host(topology, size, costs.host_kernel)
+    rate = topology.kernel_bytes_s
+    share = costs.host_kernel if rate is None else rate / topology.duplex_bytes_s
+    wire = _through_host(topology, size, share)
     return costs.floor + 2 * costs.host_handshake + wire
 
 
@@ -197,7 +199,7 @@ def direct(
     n = topology.world
     moved = (n - 1) / n * size
     if through_host:
-        rate = min(topology.host_bytes_s, topology.dram_bytes_s / n)
+        rate = _by_kernels(topology)
         return costs.floor + costs.host_handshake + (size / n + moved) / rate * 1e6
     port = moved / (topology.link_bytes_s * eta(n - 1)) * 1e6
     wire = max(port, _crossing(topology, _halves(topology) * size / 2))
@@ -210,7 +212,7 @@ def broadcast(
     """`size` bytes of one rank to all others: to each by itself, or once for all."""
     n = topology.world
     if through_host:
-        rate = min(topology.host_bytes_s, topology.dram_bytes_s / n)
+        rate = _by_kernels(topology)
         return costs.floor + costs.host_handshake + (size + min(size, costs.slot)) / rate * 1e6
     port = (n - 1) * size / topology.link_bytes_s * 1e6
     wire = max(port, _crossing(topology, _halves(topology) * size))
@@ -294,6 +296,12 @@ def _crossing(topology: Topology, size: float) -> float:
 def _inside(topology: Topology, size: int) -> float:
     g = _halves(topology)
     return 2 * (g - 1) / g * size / (topology.link_bytes_s * eta(g - 1)) * 1e6
+
+
+def _by_kernels(topology: Topology) -> float:
+    """Bytes a second of both directions together; one after the other where it is unknown."""
+    rate = topology.kernel_bytes_s or topology.host_bytes_s
+    return min(rate, topology.dram_bytes_s / topology.world)
 
 
 def _through_host(topology: Topology, size: int, share: float) -> float:

@@ -19,6 +19,7 @@ DUPLEX_SHARE = 93 / 54  # both directions of one link at once, over one directio
 DRAM_BYTES_S = 93.5e9  # all devices on host memory at once: middle of 73 and 114, seed
 CROSSING_BYTES_S = 90e9  # between two sockets' root ports, seed
 HALF_DUPLEX_OF = {3: 12e9, 4: 26e9, 5: LINK_BYTES_S}  # by generation at x16, seeds
+KERNEL_SHARE = 51 / 55  # kernels, both directions together, over one direction: measured on H200
 SAME_SWITCH_US, ROOT_US = 0.7, 1.1  # one-way posted write with its poll: field
 
 
@@ -26,8 +27,10 @@ SAME_SWITCH_US, ROOT_US = 0.7, 1.1  # one-way posted write with its poll: field
 class Topology:
     """`switches[i]`: the switch of card i, "" for a root port; `sockets[i]`: its socket. `peer`:
     whether cards may write into each other, None where that is unknown. `uplink_bytes_s`: a switch
-    to its socket; `crossing_bytes_s`: one socket to another, all flows together. `collapse`: what
-    is left of posted writes that fan out from one switch to several sockets (1: nothing lost).
+    to its socket; `crossing_bytes_s`: one socket to another, all flows together. `duplex_bytes_s`,
+    `kernel_bytes_s`: a link's both directions together, by copy engines and by kernels on pinned
+    memory (None: by the seeds of `model.Costs`). `collapse`: what is left of posted writes that fan
+    out from one switch to several sockets (1: nothing lost).
     """
 
     switches: tuple[str, ...]
@@ -39,6 +42,7 @@ class Topology:
     uplink_bytes_s: float
     crossing_bytes_s: float
     peer: bool | None = None
+    kernel_bytes_s: float | None = None
     switch_us: float = SAME_SWITCH_US
     root_us: float = ROOT_US
     collapse: float = 1.0
@@ -86,6 +90,7 @@ def tree(
     uplink_bytes_s: float | None = None,
     dram_bytes_s: float = DRAM_BYTES_S,
     peer: bool | None = True,
+    kernel_bytes_s: float | None = None,
     collapse: float = 1.0,
     assumed: tuple[str, ...] = (),
 ) -> Topology:
@@ -100,6 +105,7 @@ def tree(
         uplink_bytes_s=link_bytes_s if uplink_bytes_s is None else uplink_bytes_s,
         crossing_bytes_s=crossing_bytes_s,
         peer=peer,
+        kernel_bytes_s=kernel_bytes_s,
         collapse=collapse,
         assumed=assumed,
     )
@@ -164,6 +170,10 @@ def from_facts(facts: Facts) -> Topology:
         link_bytes_s=rate,
         dram_bytes_s=dram,
         peer=_peer(facts, assumed),
+        kernel_bytes_s=min(
+            (link.kernel_bytes_s for link in host if link.kernel_bytes_s is not None),
+            default=rate * KERNEL_SHARE,
+        ),
         assumed=tuple(assumed),
     )
 

@@ -81,6 +81,7 @@ class LinkFacts:
     max_generation: int | None = None  # what both ends could do
     max_width: int | None = None
     bytes_s: float | None = None
+    kernel_bytes_s: float | None = None  # both ways together, kernels on pinned host memory
     peer_read: bool | None = None
     peer_write: bool | None = None
     peer_atomics: bool | None = None
