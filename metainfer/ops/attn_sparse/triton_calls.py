@@ -6,13 +6,13 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from metainfer.core.errors import InternalError
 from metainfer.kv.book.form import plain
 from metainfer.kv.store.entries import EntryPages
-from metainfer.ops.attn_sparse import triton_wgmma
+from metainfer.ops.attn_sparse import triton as kernels
+from metainfer.ops.attn_sparse import triton_decoded, triton_sliced, triton_wgmma
 from metainfer.ops.attn_sparse.tiles import (
     HopperTile,
     Tile,
@@ -21,11 +21,15 @@ from metainfer.ops.attn_sparse.tiles import (
     splits_for,
     tile_for,
 )
-from metainfer.ops.attn_sparse.triton import merge_kernel, places_kernel, sparse_kernel
-from metainfer.ops.attn_sparse.triton_decoded import pages_kernel
-from metainfer.ops.attn_sparse.triton_sliced import sliced_kernel
+from metainfer.ops.launch import ceil_div, power_of_2, prepared
 from metainfer.ops.linear.tiles import has_e4m3
 from metainfer.ops.strides import heads_packed
+
+pages_kernel = prepared(triton_decoded.pages_kernel)
+places_kernel = prepared(kernels.places_kernel)
+sparse_kernel, merge_kernel = prepared(kernels.sparse_kernel), prepared(kernels.merge_kernel)
+sliced_kernel = prepared(triton_sliced.sliced_kernel)
+hopper_kernel = prepared(triton_wgmma.sparse_kernel)
 
 LOG2E = 1.4426950408889634
 
@@ -153,11 +157,11 @@ def _located(
     counts = torch.empty(rows, dtype=torch.int32, device=device)
     shift = (far.data.data_ptr() - local.data.data_ptr()) // local.data.element_size()
     # Never launched early: kernels behind it read q, which is whole once this one has begun.
-    places_kernel[(rows, triton.cdiv(width, 1024))](
+    places_kernel[(rows, ceil_div(width, 1024))](
         local_table, far_table, selected if top else local_table, positions, query_start, at,
         scale_at, counts, query_start.shape[0] - 1, window, max(ratio, 1), local_table.stride(0),
         far_table.stride(0), shift, width, local.entries, far.entries, top,
-        triton.next_power_of_2(max(top, 1)), some, form.width + form.tail if scaled else form.width,
+        power_of_2(max(top, 1)), some, form.width + form.tail if scaled else form.width,
         local.data.stride(0) if scaled else 0, far.data.stride(0) if scaled else 0,
         form.bytes - form.width - form.tail if scaled else 0, 1024, chained, num_warps=4,
     )  # fmt: skip
@@ -200,8 +204,8 @@ def attn_sparse(
     scaled = local.form.scale != "none"
     if tile is None:
         tile = hopper_for(rows, scaled) if hopper else tile_for(capability, scaled, d)
-    block = min(tile.heads, max(16, triton.next_power_of_2(heads)))
-    blocks, rotated = triton.cdiv(heads, block), cos_sin.shape[1]
+    block = min(tile.heads, max(16, power_of_2(heads)))
+    blocks, rotated = ceil_div(heads, block), cos_sin.shape[1]
     places = _located(
         local, local_table, entries, entry_table, selected, positions, query_start, window, ratio,
         hopper,
@@ -215,7 +219,7 @@ def attn_sparse(
     if isinstance(tile, HopperTile):
         items = rows * blocks * splits
         programs = min(items, units) if tile.resident and splits == 1 else items
-        triton_wgmma.sparse_kernel[(programs,)](
+        hopper_kernel[(programs,)](
             q, local.data, places.at, places.counts, sinks, cos_sin, positions, out, parts, peaks,
             totals, scale * LOG2E, items, q.stride(0), places.width, heads, d, rotated, tile.heads,
             tile.n, splits, tile.warps, hopper, num_warps=tile.warps, launch_pdl=hopper,

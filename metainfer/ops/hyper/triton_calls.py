@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from metainfer.core.errors import InternalError
+from metainfer.ops.hyper import triton as kernels
+from metainfer.ops.hyper import triton_direct
 from metainfer.ops.hyper.tiles import (
     MIX_LANES,
     SHORT_ROWS,
@@ -15,10 +16,13 @@ from metainfer.ops.hyper.tiles import (
     splits_for,
     tile_for,
 )
-from metainfer.ops.hyper.triton import finish_kernel, mix_kernel, step_kernel
-from metainfer.ops.hyper.triton_direct import product_kernel
-from metainfer.ops.hyper.triton_direct import step_kernel as direct_step_kernel
+from metainfer.ops.launch import ceil_div, power_of_2, prepared
 from metainfer.ops.linear.fp8 import capability, units
+
+finish_kernel, mix_kernel = prepared(kernels.finish_kernel), prepared(kernels.mix_kernel)
+product_kernel = prepared(triton_direct.product_kernel)
+step_kernel = prepared(kernels.step_kernel)
+direct_step_kernel = prepared(triton_direct.step_kernel)
 
 Site = tuple[Tensor, Tensor, Tensor]
 """fn, base, scale."""
@@ -78,7 +82,7 @@ def hyper_mix(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     rows, n, d = _shape(streams, y)
     mixed = torch.empty_like(streams)
     if rows:
-        mix_kernel[(rows, triton.cdiv(d, MIX_LANES))](
+        mix_kernel[(rows, ceil_div(d, MIX_LANES))](
             streams, y, post, comb, mixed, y.stride(0), n, d, MIX_LANES, num_warps=4
         )
     return mixed
@@ -120,9 +124,9 @@ def _step(
     direct = streams.dtype == torch.bfloat16
     apart = direct and rows > SHORT_ROWS
     early = direct and tile.early and (capability(device) or (0, 0)) >= (9, 0)
-    blocks, chunks = triton.cdiv(rows, tile.m), triton.cdiv(n * d if apart else d, tile.d)
+    blocks, chunks = ceil_div(rows, tile.m), ceil_div(n * d if apart else d, tile.d)
     splits = splits_for(tile, blocks, chunks, units(device))
-    steps = triton.cdiv(chunks, splits)
+    steps = ceil_div(chunks, splits)
     parts = torch.empty((splits, rows, lanes), dtype=torch.float32, device=device)
     sizes = (fn.shape[0], lanes, tile.m, tile.d)
     if apart:
@@ -136,7 +140,7 @@ def _step(
             streams, y, post, comb, mixed, fn, parts, rows, splits, steps, y.stride(0), n, d,
             *sizes, block is not None, *form, num_warps=tile.warps, launch_pdl=early,
         )  # fmt: skip
-    ends, width = 0 if head else triton.cdiv(rows, tile.batch), triton.next_power_of_2(d)
+    ends, width = 0 if head else ceil_div(rows, tile.batch), power_of_2(d)
     finish_kernel[(ends + rows,)](
         mixed, parts, base, scale, base if norm_weight is None else norm_weight, x, post_out,
         comb_out, rows, splits, norm_eps, eps, iters, n, d, width, fn.shape[0], lanes, tile.splits,

@@ -8,12 +8,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from metainfer.core.errors import InternalError
+from metainfer.ops.launch import ceil_div, power_of_2, prepared
+from metainfer.ops.linear import triton_fp8
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.tiles import (
     BLOCK,
@@ -26,7 +27,10 @@ from metainfer.ops.linear.tiles import (
     stream_for,
     stream_splits,
 )
-from metainfer.ops.linear.triton_fp8 import chunk_kernel, quantise_kernel, stream_kernel
+
+quantise_kernel = prepared(triton_fp8.quantise_kernel)
+stream_kernel = prepared(triton_fp8.stream_kernel)
+chunk_kernel = prepared(triton_fp8.chunk_kernel)
 
 
 @cache
@@ -82,7 +86,7 @@ def quantise(x: Tensor, *, mixed: bool = False, wide: bool = False) -> tuple[Ten
         per = 16 if many else 4
         blocks = math.gcd(k // BLOCK, 4) if many else 1
         strides = scales.stride() if mixed else scales.stride()[::-1]
-        quantise_kernel[(triton.cdiv(rows, per), k // BLOCK // blocks)](
+        quantise_kernel[(ceil_div(rows, per), k // BLOCK // blocks)](
             x, q, scales, rows, x.stride(0), *strides, k, per, blocks, mixed,
             num_warps=8 if many else 4,
         )  # fmt: skip
@@ -109,12 +113,12 @@ def stream(
         return out
     device = x.device
     tile = tile or stream_for(capability(device), rows, n * k)
-    tiles = triton.cdiv(n, tile.n)
+    tiles = ceil_div(n, tile.n)
     splits = splits or stream_splits(tiles, k, units(device))
     parts, counters = parts_of(out, weight, tiles, splits)
     stream_kernel[(tiles, splits)](
         x, weight, scale, out, parts, counters, rows, x.stride(0), n, scale.stride(0),
-        k, max(16, triton.next_power_of_2(rows)), tile.n, splits, k // BLOCK // splits,
+        k, max(16, power_of_2(rows)), tile.n, splits, k // BLOCK // splits,
         scale.dtype == torch.uint8, device.type == "cuda" and not wide, wide_type(device),
         tile.early, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=tile.early > 0,
     )  # fmt: skip
@@ -139,7 +143,7 @@ def chunk(
     if rows == 0:
         return out
     tile = tile or chunk_for(capability(device), wide, rows)
-    tiles = triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
+    tiles = ceil_div(rows, tile.m) * ceil_div(n, tile.n)
     splits = splits or chunk_splits(tiles, k, units(device))
     parts, counters = parts_of(out, weight, tiles, splits)
     left, right = q, weight

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
+from metainfer.ops.launch import ceil_div, power_of_2, prepared
 from metainfer.ops.linear.fp8 import capability
+from metainfer.ops.moe_route import triton as kernels
 from metainfer.ops.moe_route.tiles import Tile, lanes, tile_for
-from metainfer.ops.moe_route.triton import choose_kernel, score_kernel
+
+choose_kernel, score_kernel = prepared(kernels.choose_kernel), prepared(kernels.score_kernel)
 
 
 def moe_route(
@@ -40,7 +42,7 @@ def _route(
     parts = torch.empty((tile.splits, rows, wide), dtype=torch.float32, device=device)
     # float16 has no room for the parts of a float32 gate
     exact = x.dtype == torch.float32 or x.dtype == torch.float16 != gate.dtype
-    grid = (triton.cdiv(rows, tile.m), triton.cdiv(wide, tile.e), tile.splits)
+    grid = (ceil_div(rows, tile.m), ceil_div(wide, tile.e), tile.splits)
     score_kernel[grid](
         x, gate, parts, rows, x.stride(0), 1.0, k, experts, wide, tile.share(k, width), tile.m,
         tile.e, tile.step(width), exact, tile.early, num_warps=tile.warps,
@@ -48,7 +50,7 @@ def _route(
     )  # fmt: skip
     choose_kernel[(rows,)](
         parts, bias, table, tokens, ids, weights, rows, scale, experts, wide, top_k,
-        triton.next_power_of_2(top_k), tile.splits, table is not None, tile.early, num_warps=1,
+        power_of_2(top_k), tile.splits, table is not None, tile.early, num_warps=1,
         launch_pdl=tile.early,
     )  # fmt: skip
     return ids, weights

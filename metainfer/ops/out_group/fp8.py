@@ -10,12 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from metainfer.core.errors import InternalError
+from metainfer.ops.launch import prepared
 from metainfer.ops.linear.fp8 import capability, parts_of, units
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.tiles import has_e4m3
+from metainfer.ops.out_group import triton_group
 from metainfer.ops.out_group.tiles import FEW_ROWS, GroupTile, splits_for, tile_for
 from metainfer.ops.out_group.torch_group import batched
-from metainfer.ops.out_group.triton_group import decode_kernel, group_kernel
+
+decode_kernel = prepared(triton_group.decode_kernel)
+group_kernel = prepared(triton_group.group_kernel)
 
 
 def grouped(
