@@ -5,26 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from metainfer.formats.activation import activation_fp8
-from metainfer.kv.book.form import EntryForm, plain
-from metainfer.kv.store.entries import EntryPages, gather, locate, store
-from metainfer.ops.attn_sparse.tiles import (
-    FEW,
-    FEW_SCALED,
-    HOPPER,
-    SLICED,
-    SMALL_SCALED,
-    WGMMA_SCALED,
-    HopperTile,
-)
-from metainfer.ops.attn_sparse.tiles import Tile as AttnTile
-from metainfer.ops.attn_sparse.triton_calls import attn_sparse, wgmma, wgmma_scaled
-from metainfer.ops.common import rotate_tail
 from metainfer.ops.linear.fp8 import chunk, quantise, stream
 from metainfer.ops.linear.tiles import ChunkTile, StreamTile
 from metainfer.ops.moe_experts.choice import portable_for, wgmma_for
@@ -321,6 +306,39 @@ def moe(sweep: bool) -> Iterator[Work]:
         )
 
 
+def skewed(sweep: bool) -> Iterator[Work]:
+    """Experts chosen evenly, and by Zipf's law (exponent 1): the first has up to 0.9 of the tokens.
+    The first 128 tokens are judged."""
+    up, down = _mx(E * 2 * F, D), _mx(E * D, F)
+    packed, limit = (prepare(*up), prepare(*down)), 4.0
+    law = -torch.log(torch.arange(1, E + 1, device="cuda"))
+    for rows in (1024, 2048, 8192):
+        x = _tokens(rows, D)
+        chance = law - torch.rand(rows, E, device="cuda").log_().neg_().log_()  # Gumbel's noise
+        ids = chance.topk(TOP, dim=1).indices.int().contiguous()
+        for name, chosen in (
+            ("even", _routes(rows)),
+            ("zipf", (ids, torch.rand_like(chance[:, :TOP]))),
+        ):
+            few = (x[:128], chosen[0][:128], chosen[1][:128])
+            truth = cache(lambda f=few: _experts_truth(*f, up, down, limit, True))
+            distinct, pairs = len(set(chosen[0].flatten().tolist())), rows * TOP
+            tiles: list[TableTile] = [wgmma_for(pairs, E, D, F)]
+            if sweep and rows == 1024:
+                tiles += [WGMMA_SOME, PipelinedTile(64, 32, 16, 4, 8), PipelinedTile(64, 64, 16, 4)]
+            for tile in tiles:
+                yield Work(
+                    f"experts m={rows} {name} ({distinct} distinct)",
+                    _text(tile, "chunk"),
+                    lambda i, x=x, c=chosen, t=tile: experts(
+                        x, *c, *packed, experts=E, limit=limit, tile=t
+                    ),
+                    truth,
+                    bytes=distinct * (D * F * 3) * (0.5 + 1 / 32) + rows * D * 4,
+                    flops=6.0 * pairs * D * F,
+                )
+
+
 def narrow(sweep: bool) -> Iterator[Work]:
     """Experts of one rank of eight, cut along their hidden channels."""
     f, limit = F // 8, 4.0
@@ -348,139 +366,10 @@ def narrow(sweep: bool) -> Iterator[Work]:
             )
 
 
-LATENT = plain("latent@1", 512, "bfloat16", tail=64)
-LATENT_FP8 = EntryForm(
-    layout="latent-fp8@1", width=512, stored="uint8", bytes=584, tail=64, scale="pow2", group=64,
-    page_multiple=576,
-)  # fmt: skip
-
-
-def _pages(form: EntryForm, pages: int, entries: int) -> EntryPages:
-    if form.scale == "none":
-        return EntryPages(
-            0, torch.randn(pages, entries, 512, device="cuda").to(BF16), form, entries
-        )
-    data = torch.zeros(pages, form.page_bytes(entries), dtype=torch.uint8, device="cuda")
-    held = EntryPages(0, data, form, entries)
-    for first in range(0, pages * entries, 1 << 16):
-        slots = torch.arange(first, min(first + (1 << 16), pages * entries), device="cuda")
-        store(held, slots, torch.randn(len(slots), 512, device="cuda"))
-    return held
-
-
-def sparse(sweep: bool) -> Iterator[Work]:
-    for form in (LATENT, LATENT_FP8):
-        for queries, sequences, context, top in (
-            (1, 1, 1024, 512), (1, 8, 1024, 512), (1, 32, 1024, 512), (1, 1, 131072, 512),
-            (1, 8, 131072, 512), (1, 8, 131072, 0), (2048, 1, 40960, 512), (8192, 1, 40960, 512),
-        ):  # fmt: skip
-            yield from _attention(form, queries, sequences, context, top, sweep)
-
-
-def _picked(positions: Tensor, ratio: int, count: int, top: int) -> Tensor:
-    """Random entries of those each query sees, rising, then -1: [T, top] int32."""
-    picked = torch.full((len(positions), top), -1, dtype=torch.int32, device="cuda")
-    for first in range(0, len(positions), 1024):
-        part = slice(first, first + 1024)
-        seen = ((positions[part] + 1) // ratio)[:, None]
-        chance = torch.rand(len(seen), count, device="cuda")
-        chance.masked_fill_(torch.arange(count, device="cuda") >= seen, -1.0)
-        best = chance.topk(min(top, count), dim=1)
-        kept = torch.where(best.values < 0, 1 << 30, best.indices).sort(1).values
-        picked[part, : kept.shape[1]] = torch.where(kept == 1 << 30, -1, kept).int()
-    return picked
-
-
-def _attention_tiles(form: EntryForm, rows: int) -> list[AttnTile | HopperTile]:
-    plain = form.scale == "none"
-    if rows <= 32:
-        return [FEW, HOPPER] if plain else [FEW_SCALED, WGMMA_SCALED]
-    return [HopperTile(resident=False)] if plain else []
-
-
-def _attention(
-    form: EntryForm,
-    queries: int,
-    sequences: int,
-    context: int,
-    top: int,
-    sweep: bool,
-    foreign: Callable[..., Tensor] | None = None,
-) -> Iterator[Work]:
-    rows, ratio = queries * sequences, 4 if top else 128
-    count = context // ratio
-    width = -(-count // 64)
-    entries = _pages(form, sequences * width + 1, 64)
-    entry_table = torch.randperm(sequences * width, device="cuda").view(sequences, -1).int() + 1
-    local_pages = -(-(queries + 128) // 64) + 1
-    local = _pages(form, sequences * local_pages + 1, 64)
-    local_table = torch.full((sequences, context // 64), -1, dtype=torch.int32, device="cuda")
-    used = min(local_pages, context // 64)
-    order = torch.randperm(sequences * local_pages, device="cuda").view(sequences, -1).int() + 1
-    local_table[:, -used:] = order[:, :used]
-    positions = torch.arange(context - queries, context, device="cuda").repeat(sequences)
-    picked = _picked(positions, ratio, count, top) if top else None
-    q = torch.randn(rows, 64, 512, device="cuda").to(BF16)
-    sinks = torch.randn(64, device="cuda")
-    angles = torch.rand(context, 32, device="cuda") * 6.3
-    table = torch.cat((angles.cos(), angles.sin()), 1)
-    start = torch.arange(0, rows + 1, queries, dtype=torch.int32, device="cuda")
-    lens = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
-    scale = 512**-0.5
-
-    def truth() -> tuple[Tensor, Tensor]:
-        n = min(rows, 48)
-        exact, stepped = [], []
-        for t in range(n):
-            s, p = t // queries, int(positions[t])
-            near = torch.arange(max(0, p - 127), p + 1, device="cuda")
-            far = torch.arange((p + 1) // ratio, device="cuda")
-            if picked is not None:
-                far = picked[t][picked[t] >= 0].long()
-            keys = torch.cat((gather(local, locate(local_table[s], 64, near)),
-                              gather(entries, locate(entry_table[s], 64, far))))  # fmt: skip
-            for kind, into in ((torch.float64, exact), (torch.float32, stepped)):
-                k = keys.to(BF16).to(kind)
-                logits = q[t].to(kind) @ k.T * scale
-                full = torch.cat((logits, sinks.to(kind)[:, None]), 1).softmax(1)[:, :-1]
-                if kind == torch.float32:
-                    full = full.to(BF16).float()
-                into.append(rotate_tail(full @ k, table[p], inverse=True))
-        return torch.stack(exact), torch.stack(stepped).to(BF16)
-
-    keys = min(context, 128) + (min(top, count) if top else count)
-    small = SLICED if form.scale == "none" else SMALL_SCALED
-    tiles = _attention_tiles(form, rows) if sweep else []
-    element = 1024 if form.scale == "none" else 584
-    args = (q, local, local_table, entries, entry_table, picked, sinks, table, positions, start)
-    options: dict[str, Any] = {"scale": scale, "window": 128, "ratio": ratio}
-    forms: dict[str, Callable[[int], Tensor]] = {
-        _text(tile, ""): lambda i, t=tile: attn_sparse(*args, lens, **options, tile=t, hopper=True)
-        for tile in tiles
-    }
-    if rows <= 2048 and (form.scale == "none" or rows <= 32):
-        forms["smaller cards"] = lambda i: attn_sparse(*args, lens, **options, tile=small)
-    chosen = wgmma if form.scale == "none" else wgmma_scaled
-    forms["as shapes choose"] = lambda i: chosen(*args, lens, **options)
-    for text, call in forms.items():
-        kind = "prefill" if queries > 1 else "decode"
-        yield Work(
-            f"sparse {kind} {form.layout} q={rows} L={context} k={top}",
-            text,
-            call,
-            cache(truth),
-            bytes=min(rows * keys, sequences * (count + queries + 128)) * element
-            + rows * 64 * 512 * 4,
-            flops=4.0 * rows * 64 * 512 * keys,
-            rate="bf16_flops",
-            copies=4 if queries == 1 else 1,
-        )
-
-
 SECTIONS: dict[str, Callable[[bool], Iterator[Work]]] = {
     "linear": linear,
     "out_group": out_group,
     "experts": moe,
     "narrow": narrow,
-    "sparse": sparse,
+    "skewed": skewed,
 }

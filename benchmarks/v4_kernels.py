@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from v4_attention_cases import SECTIONS as ATTENTION
 from v4_block_cases import SECTIONS as BLOCKS
 from v4_cases import SECTIONS as PRODUCTS
 from v4_cases import Work
@@ -28,7 +29,7 @@ from v4_choice_cases import SECTIONS as CHOICES
 
 from metainfer.ops.case import poisoned
 
-SECTIONS = {**PRODUCTS, **BLOCKS, **CHOICES}
+SECTIONS = {**PRODUCTS, **ATTENTION, **BLOCKS, **CHOICES}
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]], repeats: int = 15) -> tuple[float, float]:

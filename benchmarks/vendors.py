@@ -159,7 +159,8 @@ def products(
 def attention(flash_mla: Any, rates: dict[str, float]) -> Iterator[dict[str, Any]]:
     """640 keys a query: the vendor reads one list of rows; ours 128 of the window and 512 chosen,
     in pages, and turns the result back (inverse rope), which the vendor's leaves to others."""
-    from v4_cases import LATENT, _attention
+    from v4_attention_cases import LATENT
+    from v4_attention_cases import attention as works_of
 
     sparse = getattr(flash_mla, "flash_mla_sparse_fwd", None)
     # Releases of late 2026 keep Hopper's kernels in a second library.
@@ -169,7 +170,7 @@ def attention(flash_mla: Any, rates: dict[str, float]) -> Iterator[dict[str, Any
     for queries, context in ((2048, 40_960), (8192, 40_960), (8192, 524_288)):
         row: dict[str, Any] = {"op": "sparse attention, bf16", "m": queries, "context": context}
         adapted = None if sparse is None else vendor_flash_mla.attn_sparse
-        works = list(_attention(LATENT, queries, 1, context, 512, False, adapted))
+        works = list(works_of(LATENT, queries, 1, context, 512, False, foreign=adapted))
         work = works[-1]  # as shapes choose
         mine = work.call(0)
         truth, recipe = work.truth()
