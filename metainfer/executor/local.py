@@ -48,6 +48,7 @@ from metainfer.executor.slots import OpenGrammar, SlotTable
 from metainfer.executor.speculative import ModelDrafts, propose
 from metainfer.executor.static import DeviceTables
 from metainfer.executor.transfer import to_host, wait_for
+from metainfer.executor.warmup import GREEDY, WarmUp, named
 from metainfer.kernels.table import OpTable, PhaseOps
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.pools import KVStore
@@ -57,15 +58,6 @@ from metainfer.models.common.lanes import interleave
 if TYPE_CHECKING:
     from metainfer.comm.emulated_ranks import EmulatedRanks
 
-CPU_LIMIT_TOKENS = 16
-SIZES = (24, 64, 128, 512, 1024)
-"""Tokens of chunks between a few and the most: kernels change form there, and are then compiled."""
-WIDENS_FROM = 2048
-"""Context from which on, at each doubling, a short chunk is warmed: tables of pages are as wide as
-a chunk's contexts ask, and kernels change form by their width."""
-GREEDY = SamplingParams(temperature=0.0)
-DRAWS = (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=50, top_p=0.95))
-"""Beside the likeliest token, which every warm step asks for: what else the sampler launches."""
 MOST_OPEN = 2
 
 
@@ -118,55 +110,32 @@ class LocalExecutor:
         self._slots.open_grammar = make
 
     def warm(self, on_bucket: Callable[[str], None] = lambda name: None) -> None:
-        """Run every phase, capture the graphs, and run a chunk that ends at the advertised context.
+        """Run every phase, capture the graphs, and run the largest steps (`warmup`).
 
-        After this nothing is left to compile, and the largest transients have been allocated: last,
-        since a capture gives back what the allocator kept, and smaller steps fit into the largest's
-        blocks.
+        After this nothing is left to compile, and the largest transients have been allocated.
         """
         parts = self._parts
         if isinstance(parts.ops.trace, FiniteTrace):
             parts.ops.trace.know(owners_of(parts.model.layers, parts.store.layers))
-        at_limit = min(parts.step_tokens, parts.max_context)
-        between = [count for count in SIZES if count < at_limit]
-        wide = [
-            WIDENS_FROM << doubled
-            for doubled in range((parts.max_context // WIDENS_FROM).bit_length())
-        ]
-        if parts.device.type == "cpu":
-            # Host memory is not the limit there; a full chunk at the limit would cost seconds.
-            at_limit, between, wide = min(at_limit, CPU_LIMIT_TOKENS), [], []
-        short = min(16, parts.step_tokens, parts.max_context)
-        verified = min(1 + parts.drafts, parts.step_tokens, parts.max_context)
-        apart = parts.prompts is not None or parts.dealt is not None  # no segment mixes both
-        verify = (
-            (Phase.VERIFY, [(0, verified)]),
-            (Phase.VERIFY, [(parts.max_context - verified, verified)]),
+        steps = WarmUp(
+            step_tokens=parts.step_tokens,
+            max_context=parts.max_context,
+            slots=parts.slots,
+            drafts=parts.drafts,
+            mixes=parts.prompts is None and parts.dealt is None,  # else no segment holds both
+            cpu=parts.device.type == "cpu",
         )
-        for phase, runs in (
-            (Phase.CHUNK, [(0, 1)]),  # attention tiles its queries by their number
-            (Phase.CHUNK, [(0, short)]),
-            *((Phase.CHUNK, [(0, count)]) for count in between),
-            *((Phase.CHUNK, [(context - short, short)]) for context in wide),
-            *(((Phase.MIXED, [(0, short), (0, 1)]),) if not apart else ()),
-            (Phase.DECODE, [(0, 1)] * 2),
-            (Phase.DECODE, [(parts.max_context - 1, 1)]),
-            *(verify if parts.drafts else ()),
-        ):
-            start, length = runs[0]
-            on_bucket(f"{phase.value}, {length} tokens from {start}")
-            self._warm_segment(phase, runs[: parts.slots])
-        for params in DRAWS if parts.device.type != "cpu" else ():
-            on_bucket(f"{Phase.DECODE.value}, drawn by top_p {params.top_p}")
-            self._warm_segment(Phase.DECODE, [(0, 1)], params)
+        for phase, runs, params in steps.before():
+            on_bucket(named(phase, runs, params))
+            self._warm_segment(phase, runs, params)
         if self._tables is not None and self.nan_guard is not NanGuard.LAYERS:
             self._static = StaticSteps(parts, self._tables, self.capture)
             for graph in parts.graphs:
                 on_bucket(f"{graph.phase} graph of {graph.tokens}")
                 self._static.capture(graph)
-        start = parts.max_context - at_limit
-        on_bucket(f"{Phase.CHUNK.value}, {at_limit} tokens from {start}")
-        self._warm_segment(Phase.CHUNK, [(start, at_limit)])
+        for phase, runs in steps.largest():
+            on_bucket(named(phase, runs))
+            self._warm_segment(phase, runs)
 
     def submit(self, plan: StepPlan) -> None:
         """Launch one plan. At most two are open.
@@ -412,7 +381,7 @@ class LocalExecutor:
         slots = range(len(runs))
         count = parts.adapters
         places = [slot % count if count else NO_ADAPTER for slot in slots]
-        drafts = runs[0][1] - 1 if phase is Phase.VERIFY else 0
+        verify = phase is Phase.VERIFY
         proposals = parts.drafts if parts.model_drafts is not None else 0
         proposals = min(proposals, parts.max_context - max(sum(run) for run in runs))
         new = tuple(
@@ -428,6 +397,7 @@ class LocalExecutor:
         tokens = tuple(
             TokenRun(slot, start, (0,) * length, 1 + drafts, drafts, True, proposals)
             for slot, (start, length) in zip(slots, runs, strict=True)
+            for drafts in (length - 1 if verify else 0,)
         )
         ranks: tuple[RankTokens, ...] = (RankTokens(tokens),)
         if parts.prompts is not None and phase is Phase.CHUNK:

@@ -15,14 +15,15 @@ from metainfer.core.request import SamplingParams
 from metainfer.core.step import Phase
 from metainfer.engine.engine import Engine
 from metainfer.executor.graphs import StaticSteps
-from metainfer.executor.local import GREEDY, SIZES, LocalExecutor
+from metainfer.executor.local import LocalExecutor
 from metainfer.executor.static import DeviceTables
+from metainfer.executor.warmup import GREEDY, SIZES
 
 
 def test_b30_warm_up_on_a_card_draws_and_meets_the_forms_of_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("metainfer.executor.local.WIDENS_FROM", 100)
+    monkeypatch.setattr("metainfer.executor.warmup.WIDENS_FROM", 100)
     engine = Engine(Intent(model="random:tiny-llama", platform="cpu", context=512, concurrency=2))
     engine.start()
     executor: Any = engine._executor
@@ -36,7 +37,7 @@ def test_b30_warm_up_on_a_card_draws_and_meets_the_forms_of_chunks(
         runs: Sequence[tuple[int, int]],
         params: SamplingParams = GREEDY,
     ) -> None:
-        met.append((phase, runs[0][1], params))
+        met.append((phase, sum(length for _, length in runs), params))
         ends.append(sum(runs[0]))
 
     def capture(self: StaticSteps, shape: StepGraph) -> None:
@@ -48,11 +49,18 @@ def test_b30_warm_up_on_a_card_draws_and_meets_the_forms_of_chunks(
     graphs = (StepGraph(phase="decode", tokens=2, runs=2),)
     executor._parts = replace(executor._parts, graphs=graphs)
     executor.warm()
-    most = min(executor._parts.step_tokens, executor._parts.max_context)
-    chunks = {length for phase, length, _ in met if phase is Phase.CHUNK}
-    assert chunks >= {size for size in SIZES if size < most} | {1, 16, most}
-    assert met[-2:] == [(Phase.DECODE, 2, GREEDY), (Phase.CHUNK, most, GREEDY)]
-    assert set(ends) >= {100, 200, 400, 512}  # tables of every width
     drawn = [params for _, _, params in met if params.temperature > 0]
+    most = executor._parts.step_tokens
+    assert most == 2 * executor._parts.max_context  # the largest chunk takes two requests
+    chunks = {length for phase, length, _ in met if phase is Phase.CHUNK}
+    assert chunks >= {size for size in SIZES if size < 512} | {1, 16, most}
+    captured = met.index((Phase.DECODE, 2, GREEDY), met.index((Phase.DECODE, 1, drawn[-1])))
+    assert met[captured + 1 :] == [  # each with both requests
+        (Phase.MIXED, most, GREEDY),
+        (Phase.DECODE, 2, GREEDY),
+        (Phase.CHUNK, most, GREEDY),
+        (Phase.CHUNK, most, GREEDY),
+    ]
+    assert set(ends) >= {100, 200, 400, 512}  # tables of every width
     assert any(params.top_p == 1.0 and not params.top_k for params in drawn)
     assert any(params.top_p < 1.0 and params.top_k for params in drawn)

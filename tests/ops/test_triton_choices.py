@@ -137,7 +137,7 @@ def test_cuts_follow_shapes() -> None:
 
 def test_b30_warm_up_meets_every_form_of_routing_and_sorting() -> None:
     """Sizes at which another kernel is compiled lie on both sides of one that warm-up runs."""
-    from metainfer.executor.local import SIZES
+    from metainfer.executor.warmup import SIZES
     from metainfer.ops.moe_experts.sorting import plan_of
     from metainfer.ops.moe_route.tiles import tile_for as routing
 
