@@ -56,15 +56,19 @@ class GraphChoice:
         return tuple(g.tokens for g in self.graphs if g.phase == Phase.DECODE.value)
 
 
-def launch_bound(launches: float, token_flops: float, rate: float | None) -> int:
+def launch_bound(
+    launches: float, token_flops: float, rate: float | None, *, talks: bool = False
+) -> int:
     """Tokens of the longest chunk that is computed sooner than it is launched op by op.
 
     `launches` of a chunk; `token_flops`: of its matrices, a token; `rate`: the device's FLOP/s, of
-    which half is reached (seed), None where it is unknown.
+    which half is reached (seed), None where it is unknown. `talks`: ranks' sums take as long again
+    (seed), and longer ones go by copy engines, which no graph holds.
     """
     if rate is None or not token_flops:
         return SHORT_CHUNK
-    return max(SHORT_CHUNK, int(launches * LAUNCH_S * rate / 2 / token_flops))
+    tokens = launches * LAUNCH_S * rate / 2 / token_flops
+    return max(SHORT_CHUNK, int(tokens / 2 if talks else tokens))
 
 
 def wanted(

@@ -323,7 +323,9 @@ class Cards:
         if costs is not None:
             dense, _, routed = token_elements(self.counted, costs, layout)
             launches, rate = self.arch.layers * costs.layer_launches, device.dot_flops
-            longest = graphs.launch_bound(launches, 2 * (dense + routed), rate.get(self.dtype))
+            longest = graphs.launch_bound(
+                launches, 2 * (dense + routed), rate.get(self.dtype), talks=talks(layout)
+            )
         return graphs.wanted(device.kind, running, self.limits, self.draft, layout, longest)
 
     def _slabs(self, layout: LayoutPlan) -> list[LedgerRow]:

@@ -136,6 +136,7 @@ def test_the_longest_launch_bound_chunk_takes_as_long_as_its_launches(
     busy = tokens * flops / (rate / 2)
     assert tokens == SHORT_CHUNK or busy <= launches * LAUNCH_S < busy + flops / (rate / 2) * 1.001
     assert launch_bound(launches, flops, None) == SHORT_CHUNK
+    assert launch_bound(launches, flops, rate, talks=True) in (SHORT_CHUNK, tokens // 2)
 
 
 def test_what_ranks_share_is_not_captured() -> None:
