@@ -2,8 +2,9 @@
 
     python benchmarks/ranks_predicted.py [--layers 12] [--machine 2x-h200-nop2p]
 
-Needs no GPU. What a rank computes is priced by steps measured on one H200
-(`records/2026-11-30-h200-v4-engine.json`) at the amounts of a rank's part; what ranks send, by
+Needs no GPU. What a rank computes is priced by recorded steps at the amounts of a rank's part: of
+one H200, and of two of them under every other layout or by other collectives (no row prices itself;
+halves in turns price nothing, since what hides behind what is not modelled). What ranks send, by
 `comm.model` over the named machine's links, one after the other: nothing overlaps. NCCL by its own
 formula without peer access, a gather at half of an all-reduce.
 """
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from metainfer.comm.model import nccl_through_host
+from metainfer.comm.model import Formula, copied_gather, nccl_through_host
 from metainfer.core.intent import Intent
 from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
@@ -28,7 +31,10 @@ from metainfer.planner.opening import open_model
 from metainfer.planner.steps import StepCost
 
 MODEL, RECORDED_LAYERS = "random:deepseek-v4-flash", 12
-RECORD = Path(__file__).parent / "records" / "2026-11-30-h200-v4-engine.json"
+RECORDS = Path(__file__).parent / "records"
+ONE_CARD, LONG = "2026-11-30-h200-v4-engine-zipf.json", "2026-11-30-h200-v4-long.json"
+PAIRS = ("2026-11-30-2xh200-ranks-second.json",)
+"""Records of two cards, the newest first: a case is taken from the first that timed it."""
 CHUNK, CONTEXT = 8192, 1024
 BATCHES, PROMPTS, TOGETHER = (1, 8, 64), (2048, 8192), ((8, 2048), (4, 8192))
 MACHINE = "2x-h200-nop2p"
@@ -69,10 +75,12 @@ nothing is predicted. Side (a) is NCCL with its defaults and one layout for both
 class ByNccl(Exchange):
     """The same exchanges carried by NCCL through host memory."""
 
-    def _reduced(self, ranks: int, size: float) -> float:
+    def _reduced(self, sent: Sent, ranks: int, size: float) -> float:
         return nccl_through_host(self._group(ranks), int(size))
 
-    def _direct(self, ranks: int, size: float) -> float:
+    def _direct(
+        self, sent: Sent, ranks: int, size: float, copied: Formula = copied_gather
+    ) -> float:
         return nccl_through_host(self._group(ranks), int(size / 2))
 
     def _broadcast(self, ranks: int, size: float) -> float:
@@ -99,6 +107,13 @@ def prompt_row(tokens: int, times: int = 1) -> str:
     return f"prefill, {tokens} tokens" if times == 1 else f"prefill, {times} x {tokens} tokens"
 
 
+ROWS = (
+    *(decode_row(batch) for batch in BATCHES),
+    *(prompt_row(tokens) for tokens in PROMPTS),
+    *(prompt_row(tokens, times) for times, tokens in TOGETHER),
+)
+
+
 @cache
 def costs(machine: str, layers: int, layout: str) -> StepCost:
     """Steps under `layout` of all cards of `machine`."""
@@ -109,39 +124,78 @@ def costs(machine: str, layers: int, layout: str) -> StepCost:
     return cost
 
 
+def record(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RECORDS / name).read_text())
+    return found
+
+
 @cache
-def measured() -> Calibration:
-    """Steps of one card, as recorded."""
+def pairs() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Case -> the newest record that timed it, and what it says there."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name in reversed(PAIRS):
+        for case, said in record(name).items():
+            if case in TIMED and said.get("rows"):
+                found[case] = (name, said)
+    return found
+
+
+def cost_of(layout: str, collectives: str, machine: str, layers: int) -> StepCost:
+    cost = costs("1x-h200" if layout == "single" else machine, layers, layout)
+    return NcclCost(cost) if collectives == "nccl" else cost
+
+
+def work(cost: StepCost, row: str) -> tuple[Phase, Amounts, float]:
+    """A row's phase, the amounts of its mean step, and how many steps it takes."""
+    words = row.replace(",", "").split()
+    if words[0] == "decode":
+        return Phase.DECODE, cost.decode(int(words[2]), int(words[4])), 1.0
+    times, tokens = (int(words[1]), int(words[3])) if "x" in words else (1, int(words[1]))
+    if times * tokens <= CHUNK:
+        return Phase.CHUNK, cost.prefill(times * tokens, tokens), 1.0
+    domains = prompt_domains((cost.prompts or cost).work.layout)
+    return Phase.CHUNK, cost.prefill(CHUNK, tokens), times * tokens / CHUNK / min(domains, times)
+
+
+def one_card() -> Iterator[Sample]:
+    """Rows of one H200, and single chunks of its long prompts (the last ran under the profiler)."""
     cost = costs("1x-h200", RECORDED_LAYERS, "single")
-    samples = []
-    for row in json.loads(RECORD.read_text())["rows"]:
-        words = row["row"].replace(",", "").split()
-        if words[0] == "decode":
-            amounts = cost.decode(int(words[2]), int(words[4]))
-            samples.append(Sample(Phase.DECODE, amounts, row["median_s"]))
-        elif int(words[1]) <= CHUNK:
-            samples.append(Sample(Phase.CHUNK, chunk(cost, int(words[1])), row["median_s"]))
-    return calibrate(samples)
+    for row in record(ONE_CARD)["rows"]:
+        phase, amounts, steps = work(cost, row["row"])
+        yield Sample(phase, amounts, row["median_s"] / steps)
+    for prompt in record(LONG)["contexts"]:
+        for number in (n for n in (7, 31, 63, 127) if n < len(prompt["chunks_s"]) - 1):
+            amounts = cost.runs([(number * CHUNK, CHUNK)], scored=0)
+            yield Sample(Phase.CHUNK, amounts, prompt["chunks_s"][number])
 
 
-def chunk(cost: StepCost, tokens: int) -> Amounts:
-    return cost.prefill(min(tokens, CHUNK), tokens)
+def two_cards(case: str) -> Iterator[tuple[str, Sample]]:
+    """Recorded rows of a case, each as its mean step."""
+    about = TIMED[case]
+    cost = cost_of(about.layout, about.collectives, MACHINE, RECORDED_LAYERS)
+    for row in pairs()[case][1]["rows"]:
+        phase, amounts, steps = work(cost, row["row"])
+        yield row["row"], Sample(phase, amounts, row["median_s"] / steps)
+
+
+@cache
+def price(layout: str, collectives: str) -> Calibration:
+    """Of recorded steps, but for those of that layout by these collectives."""
+    found = [] if layout == "single" else list(one_card())
+    for case in pairs():
+        about = TIMED[case]
+        if about.halves is None and (about.layout, about.collectives) != (layout, collectives):
+            found += [sample for _, sample in two_cards(case)]
+    return calibrate(found)
 
 
 def predicted(layout: str, collectives: str, *, machine: str, layers: int) -> dict[str, float]:
     """Seconds by row: of a decode step, of a prompt alone, of prompts that come together."""
-    cost = costs("1x-h200" if layout == "single" else machine, layers, layout)
-    if collectives == "nccl":
-        cost = NcclCost(cost)
-    price, found = measured(), {}
-    for batch in BATCHES:
-        found[decode_row(batch)] = price(Phase.DECODE, cost.decode(batch, CONTEXT))
-    for tokens in PROMPTS:
-        found[prompt_row(tokens)] = price(Phase.CHUNK, chunk(cost, tokens))
-    for times, tokens in TOGETHER:
-        layout_of = (cost.prompts or cost).work.layout
-        steps = times * tokens / (prompt_domains(layout_of) * CHUNK)
-        found[prompt_row(tokens, times)] = steps * price(Phase.CHUNK, cost.prefill(CHUNK, tokens))
+    cost, by_others = cost_of(layout, collectives, machine, layers), price(layout, collectives)
+    found = {}
+    for row in ROWS:
+        phase, amounts, steps = work(cost, row)
+        found[row] = steps * by_others(phase, amounts)
     return found
 
 
@@ -155,15 +209,11 @@ def main() -> None:
         for case in TIMED.values()
         if case.collectives == "host" or case.environ
     }
-    tables = {
-        side: predicted(*side, machine=given.machine, layers=given.layers)
-        for side in (*sides, ("single", ""))
-    }
-    rows = next(iter(tables.values()))
-    print("| layout, by | " + " | ".join(rows) + " |")
-    print("|---|" + "---|" * len(rows))
-    for (layout, by), found in tables.items():
-        values = " | ".join(f"{1e3 * found[row]:.2f}" for row in rows)
+    print("| layout, by | " + " | ".join(ROWS) + " |")
+    print("|---|" + "---|" * len(ROWS))
+    for layout, by in (*sides, ("single", "")):
+        found = predicted(layout, by, machine=given.machine, layers=given.layers)
+        values = " | ".join(f"{1e3 * found[row]:.2f}" for row in ROWS)
         print(f"| {layout}{', ' if by else ''}{by} | {values} |")
 
 

@@ -101,6 +101,11 @@ class Costs(Protocol):
     def experts_per_token(self) -> int: ...
 
     @property
+    def exact_logits(self) -> bool:
+        """Whether logits are float32 whatever the model's type: what ranks send of a row."""
+        ...
+
+    @property
     def layer_launches(self) -> float:
         """Kernels that a chunk launches for a layer (V4: counted on an H200; others: seeds)."""
         ...

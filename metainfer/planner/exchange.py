@@ -3,7 +3,8 @@
 Per layer (bf16 activations, width D, b tokens of a rank), by the formulas of `comm.model`, one
 after the other:
 
-* tensor ranks: all-reduce of b D twice; once when experts are cut over more ranks than the domain;
+* tensor ranks: all-reduce of b D twice, once when experts are cut over more ranks than the domain;
+  in a step also of the embedding's rows, and the logits of all rows that need them are gathered;
 * expert ranks beyond the domain: the rows of all domains are gathered, and what came of them is
   summed row by row where each domain is one rank, over all of these ranks where it is not; then
   the shared expert's sum of a domain is one more;
@@ -25,6 +26,8 @@ from metainfer.planner.work import RankWork
 
 CHOSEN_BYTES = 4096
 """A rank's chosen positions with their scores, a token and layer: 512 of 8 bytes."""
+LOGIT_BYTES = 4
+"""Of a logit in float32."""
 LOG_PART = 1 / 256
 """A float32 log-sum of a head beside its output: 512 channels of two bytes."""
 
@@ -74,20 +77,22 @@ class Exchange:
             return 0.0
         row = self._row(sent)
         apart = work.layout.expert > tensor  # the experts' sum comes back by another way
-        micros = (1 if apart else 2) * work.layers * self._reduced(tensor, row)
-        micros += self._reduced(tensor, row)  # the embedding's
-        return micros + self._direct(tensor, sent.scored * work.vocab * work.width)
+        micros = (1 if apart else 2) * work.layers * self._reduced(sent, tensor, row)
+        micros += self._reduced(sent, tensor, row)  # the embedding's
+        logit = LOGIT_BYTES if work.costs.exact_logits else work.width
+        return micros + self._direct(sent, tensor, sent.scored * work.vocab * logit)
 
     def _experts(self, sent: Sent) -> float:
         work, tensor, expert = self._work, self._work.layout.tensor, self._work.layout.expert
         if expert <= tensor:
             return 0.0
         every = expert // tensor * self._row(sent)
-        each = self._direct(expert // tensor, every)
+        each = self._direct(sent, expert // tensor, every)
         if tensor > 1:
-            each += self._reduced(expert, every) + self._reduced(tensor, self._row(sent))
+            each += self._reduced(sent, expert, every)
+            each += self._reduced(sent, tensor, self._row(sent))
         else:
-            each += self._direct(expert, every, links.copied_scatter)
+            each += self._direct(sent, expert, every, links.copied_scatter)
         return work.layers * each
 
     def _rows(self, sent: Sent) -> float:
@@ -98,14 +103,14 @@ class Exchange:
         micros = 0.0
         if layout.prefill > 1:
             gathered = sent.new * work.token_bytes + layout.prefill * work.edge_bytes
-            micros += layers * self._direct(layout.prefill, gathered / layers)
+            micros += layers * self._direct(sent, layout.prefill, gathered / layers)
         if work.fetches is Fetch.LENT and sent.before:
             lent = sent.before * work.token_bytes / layers
             micros += layers * self._broadcast(max(layout.prefill, layout.shards), lent)
         if work.fetches is Fetch.GATHERED and sent.before and work.dealt_layers:
             each = sent.before * work.dealt_bytes / work.dealt_layers
             ranks = max(layout.prefill, layout.shards)
-            micros += work.dealt_layers * self._direct(ranks, each)
+            micros += work.dealt_layers * self._direct(sent, ranks, each)
         return micros
 
     def _shards(self, sent: Sent) -> float:
@@ -114,29 +119,32 @@ class Exchange:
         if layout.shards == 1 or not sent.decoding:
             return 0.0
         half = sent.decoding * query_bytes(work)
-        each = 2 * self._direct(layout.shards, half)
+        each = 2 * self._direct(sent, layout.shards, half)
         # Every rank has a log-sum of each head for its part, and of its own heads' windows.
-        each += self._direct(layout.shards, (layout.shards + 1) * half * LOG_PART)
+        each += self._direct(sent, layout.shards, (layout.shards + 1) * half * LOG_PART)
         micros = work.dealt_layers * each
         chosen = sent.decoding * layout.shards * CHOSEN_BYTES
-        return micros + work.choosing_layers * self._direct(layout.shards, chosen)
+        return micros + work.choosing_layers * self._direct(sent, layout.shards, chosen)
 
     def _row(self, sent: Sent) -> float:
         return float(sent.tokens * self._work.costs.hidden * self._work.width)
 
-    def _reduced(self, ranks: int, size: float) -> float:
+    # A step without rows of prompts is replayed, and copy engines are no part of a graph.
+
+    def _reduced(self, sent: Sent, ranks: int, size: float) -> float:
         tree = self._group(ranks)
-        return links.best(links.PEER if tree.peer else links.HOST, tree, int(size))[1]
+        host = links.HOST if sent.new else links.HOST_KERNELS
+        return links.best(links.PEER if tree.peer else host, tree, int(size))[1]
 
     def _direct(
-        self, ranks: int, size: float, copied: links.Formula = links.copied_gather
+        self, sent: Sent, ranks: int, size: float, copied: links.Formula = links.copied_gather
     ) -> float:
         """By kernels or, through host memory, by copy engines where these are sooner."""
         tree = self._group(ranks)
         if tree.peer:
             return links.direct(tree, int(size))
         by_kernels = links.direct(tree, int(size), through_host=True)
-        return min(by_kernels, copied(tree, int(size), links.SEEDS))
+        return min(by_kernels, copied(tree, int(size), links.SEEDS)) if sent.new else by_kernels
 
     def _broadcast(self, ranks: int, size: float) -> float:
         """By the way that is cheaper; host memory is always open."""

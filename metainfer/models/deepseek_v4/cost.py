@@ -141,6 +141,10 @@ class Costs:
         return self.arch.experts_per_token
 
     @property
+    def exact_logits(self) -> bool:
+        return True
+
+    @property
     def layer_launches(self) -> float:
         return 41
 

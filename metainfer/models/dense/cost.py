@@ -56,6 +56,10 @@ class Costs:
         return 0
 
     @property
+    def exact_logits(self) -> bool:
+        return False
+
+    @property
     def layer_launches(self) -> float:
         return 12
 
