@@ -25,7 +25,7 @@ from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.engine import Engine
 from metainfer.engine.machine import open_machine
 from metainfer.planner.opening import open_model
-from metainfer.planner.search import Candidate
+from metainfer.planner.candidate import Candidate
 
 DAY_0, OURS = "day-0", "ours"
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from metainfer.core.digest import to_plain
 from metainfer.core.verdict import Reason
+from metainfer.planner.candidate import Candidate
 from metainfer.planner.memory import total
 from metainfer.planner.predict import rates
 from metainfer.planner.resolve import Resolved
-from metainfer.planner.search import Candidate
 
 
 def plan_document(resolved: Resolved) -> dict[str, Any]:

@@ -24,13 +24,14 @@ from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
 from metainfer.planner import adapters, drafts, grammars, graphs, lanes, overlap, shares
 from metainfer.planner.calibration import Calibration, nothing_measured
+from metainfer.planner.candidate import Candidate
 from metainfer.planner.emulation import Emulation
 from metainfer.planner.layouts import alike, of_decodes
 from metainfer.planner.needs import Needs, nothing_known
 from metainfer.planner.over_cards import seen_by_ranks
 from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.record import record_needs, record_selection
-from metainfer.planner.search import Candidate, search, unbuilt
+from metainfer.planner.search import search, unbuilt
 from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, census, parts_held
 from metainfer.platform.facts import CPU, Facts
 

@@ -17,7 +17,9 @@ from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Layout
 from metainfer.kernels.select import Selection
-from metainfer.planner.calibration import Calibration, key, nothing_measured
+from metainfer.planner import goals
+from metainfer.planner.calibration import key, nothing_measured
+from metainfer.planner.candidate import Candidate
 from metainfer.planner.emulation import emulates, record_emulation
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 from metainfer.planner.layouts import (
@@ -32,49 +34,12 @@ from metainfer.planner.layouts import (
 from metainfer.planner.limits import CacheTooSmall, longest_context
 from metainfer.planner.over_cards import record_collectives
 from metainfer.planner.phases import record_phases
-from metainfer.planner.predict import Prediction, predict, record_speed
+from metainfer.planner.predict import predict, record_speed
 from metainfer.planner.ranks import UNKNOWN_MEMORY, Cards, Held
-from metainfer.planner.steps import StepCost, step_cost
+from metainfer.planner.steps import step_cost
 from metainfer.platform.facts import CPU, Facts
 
 _ROOM = (DOES_NOT_FIT, UNKNOWN_MEMORY)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A layout with what it holds, or with every reason why it cannot be.
-
-    `cannot`: what forbids it whatever the memory; `error`: what memory lacks. `longest`: tokens of
-    the longest sequence that one domain can hold; where the declared context
-    does not fit, of what would. `pairs`: (context, sequences at once). `cost`: what its steps cost,
-    where the family can say; `calibration`: how long they took here.
-    """
-
-    layout: LayoutPlan
-    cannot: tuple[Reason, ...] = ()
-    planned_only: tuple[Reason, ...] = ()
-    selection: Selection | None = None
-    held: Held | None = None
-    error: RefusedError | None = None
-    prediction: Prediction | None = None
-    cost: StepCost | None = None
-    calibration: Calibration | None = None
-    longest: int | None = None
-    pairs: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def reasons(self) -> tuple[Reason, ...]:
-        """Everything against it, in one list."""
-        return (*self.cannot, *(self.error.reasons if self.error is not None else ()))
-
-    @property
-    def feasible(self) -> bool:
-        return self.held is not None
-
-    @property
-    def built(self) -> bool:
-        """Whether this release can run it, and not only plan it."""
-        return not self.planned_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +92,8 @@ def search(
     else:
         single = found[0]
         alone = single.feasible and single.layout.ranks == 1
-        chosen = single if alone else best_for(feasible, cards.intent.goal)
-    best = best_for(feasible, cards.intent.goal)
+        chosen = single if alone else goals.best_for(feasible, cards.intent.goal)
+    best = goals.best_for(feasible, cards.intent.goal)
     _record(ledger, Found(chosen, best, found), cards, origin)
     return Found(chosen, best, found)
 
@@ -368,58 +333,6 @@ def _short(reasons: Sequence[Reason]) -> int:
     return short
 
 
-# -- goals -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """What a goal compares: larger is better. `unit` for people."""
-
-    value: Callable[[Candidate], float | None]
-    unit: str
-
-
-def _predicted(name: str, sign: int = 1) -> Callable[[Candidate], float | None]:
-    def value(candidate: Candidate) -> float | None:
-        found = getattr(candidate.prediction, name, None)
-        return None if found is None else sign * float(found)
-
-    return value
-
-
-_CACHE = _Scale(lambda c: float(c.held.kv_tokens) if c.held else None, "cached tokens")
-_SCALES = {
-    "throughput": (_Scale(_predicted("decode_tok_s"), "decoded tok/s"), _CACHE),
-    "latency": (_Scale(_predicted("one_tok_s"), "tok/s of one sequence"), _CACHE),
-    "ttft": (
-        _Scale(_predicted("first_token_s", -1), "s to the first token"),
-        _Scale(_predicted("one_tok_s"), "tok/s of one sequence (no matrix rate is known)"),
-        _CACHE,
-    ),
-    "context": (
-        _Scale(lambda c: None if c.longest is None else float(c.longest), "tokens of a sequence"),
-        _CACHE,
-    ),
-}
-
-
-def _scales(goal: str, feasible: Sequence[Candidate]) -> tuple[_Scale, ...]:
-    """What is known of all: a layout must not win because something is unknown of another."""
-    return tuple(
-        scale for scale in _SCALES[goal] if all(scale.value(c) is not None for c in feasible)
-    )
-
-
-def best_for(feasible: Sequence[Candidate], goal: str) -> Candidate:
-    """First by the goal; ties by what the goal asks next, then by fewer cards."""
-    scales = _scales(goal, feasible)
-
-    def key(candidate: Candidate) -> tuple[float, ...]:
-        return tuple(scale.value(candidate) or 0.0 for scale in scales)
-
-    return max(feasible, key=key)
-
-
 def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) -> None:
     chosen, best, goal = found.chosen, found.best, cards.intent.goal
     devices, name = len(cards.facts.devices), found.chosen.layout.name
@@ -429,13 +342,16 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
     if cards.intent.parallel is not None:
         why, decided = "asked for", origin
     elif cards.emulated is not None:
-        why, decided = _goal_why(goal, best, feasible), _by(best)
+        why, decided = goals.why(goal, best, feasible), goals.by(best)
     elif devices > 1 and chosen.built:
         why = f"1 of {devices} devices is used: {NOT_BUILT}"
     elif not chosen.built:
-        why, decided = f"{_goal_why(goal, best, feasible)}; planned only: {NOT_BUILT}", _by(best)
+        why, decided = (
+            f"{goals.why(goal, best, feasible)}; planned only: {NOT_BUILT}",
+            goals.by(best),
+        )
     losers = tuple(
-        Loser(each.layout.name, _lost(each, chosen, goal, feasible))
+        Loser(each.layout.name, goals.lost(each, chosen, goal, feasible))
         for each in found.candidates
         if each is not chosen
     )
@@ -453,47 +369,10 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
         record_collectives(ledger, cards.intent, cards.facts.device.kind, chosen.layout)
     if devices > 1:
         others = tuple(
-            Loser(each.layout.name, _lost(each, best, goal, feasible))
+            Loser(each.layout.name, goals.lost(each, best, goal, feasible))
             for each in feasible
             if each is not best
         )
-        said = _goal_why(goal, best, feasible)
-        ledger.record("goal_layout", best.layout.name, _by(best), said, others)
+        said = goals.why(goal, best, feasible)
+        ledger.record("goal_layout", best.layout.name, goals.by(best), said, others)
         record_phases(ledger, feasible)
-
-
-def _by(best: Candidate) -> Origin:
-    return Origin.COST_MODEL if best.prediction is not None else Origin.DERIVED
-
-
-def _goal_why(goal: str, best: Candidate, feasible: Sequence[Candidate]) -> str:
-    scale = _scales(goal, feasible)[0]
-    value = scale.value(best)
-    assert value is not None
-    shown = f"{goal}: {abs(value):,.4g} {scale.unit}"
-    return shown if scale is _CACHE else f"{shown}, {_basis(scale)}"
-
-
-def _basis(scale: _Scale) -> str:
-    return "from the ledger" if scale.unit == "tokens of a sequence" else "predicted, uncalibrated"
-
-
-def _lost(
-    each: Candidate, winner: Candidate, goal: str, feasible: Sequence[Candidate]
-) -> tuple[Reason, ...]:
-    """Why a layout was not taken: what it cannot, what it is worse at, what is not built."""
-    if not each.feasible:
-        return each.reasons
-    reasons = []
-    if winner.feasible:
-        scales = _scales(goal, feasible)
-        differing = [s for s in scales if s.value(each) != s.value(winner)]
-        scale = differing[0] if differing else scales[0]
-        mine, best = scale.value(each), scale.value(winner)
-        assert mine is not None and best is not None
-        if mine <= best:
-            text = f"{abs(mine):,.4g} {scale.unit} against {abs(best):,.4g} of {winner.layout.name}"
-            code = "rank" if mine == best else "worse"
-            reasons.append(Reason(code, text, {"value": abs(mine), "best": abs(best)}))
-    reasons += each.planned_only
-    return tuple(reasons) or (Reason("rank", f"{winner.layout.name} was asked for"),)

@@ -115,6 +115,7 @@ STARRED = (
     "executor.protocol",
     "executor.slots",
     "executor.speculative",
+    "executor.warmup",
 )
 
 HEAVY = (

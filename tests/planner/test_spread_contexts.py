@@ -17,10 +17,10 @@ from metainfer.core.intent import Intent
 from metainfer.core.step import Phase, RankTokens, Segment, TokenRun
 from metainfer.engine.elsewhere import describe
 from metainfer.kv.book.spec import GroupKind
+from metainfer.planner.candidate import Candidate
 from metainfer.planner.layouts import enumerate_layouts, named
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved
-from metainfer.planner.search import Candidate
 from metainfer.planner.steps import StepCost
 from metainfer.platform.facts import Facts
 from metainfer.simulator.run import simulate
