@@ -24,8 +24,8 @@ from metainfer.core.ledger import Origin
 from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.engine import Engine
 from metainfer.engine.machine import open_machine
-from metainfer.planner.opening import open_model
 from metainfer.planner.candidate import Candidate
+from metainfer.planner.opening import open_model
 
 DAY_0, OURS = "day-0", "ours"
 
