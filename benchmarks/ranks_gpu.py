@@ -16,8 +16,9 @@ down, and the next runs. Sections, in this order or as ``--only`` names them:
 * a case each: two ranks under a layout with collectives of a kind, on a card each without or with
   peer access, on one card (correctness: they share it by time slices), or one rank alone whose peer
   is emulated. It compares, checks the bytes held against the ledger, times decode and prefill at
-  full depth where each rank has a card, says which paths were taken, and kills rank 1 in mid-step
-  (not under NCCL, whose own time-outs it would meet);
+  full depth where each rank has a card, says what a switch of layouts costs requests in flight
+  (`ranks_switch.py`) and which paths were taken, and kills rank 1 in mid-step (not under NCCL,
+  whose own time-outs it would meet);
 * ``single``: the same rows of one process on one card.
 
 Rows stand beside what the planner expects of them (`ranks_predicted.py`); the first case comes
@@ -62,6 +63,7 @@ from ranks_predicted import (
     predicted,
     prompt_row,
 )
+from ranks_switch import switch
 from v4_gpu import torch_pins
 
 from metainfer.core.intent import Intent
@@ -285,6 +287,9 @@ def case_section(name: str, args: argparse.Namespace) -> Report:
     if case.emulated:
         part("costs", lambda: costs(engine, args))
     else:
+        sizes = (8, CONTEXT, 512) if args.platform == "cuda" else (2, 64, 24)
+        if case.cards == 2 or args.platform == "cpu":
+            part("switch", lambda: switch(engine, *sizes))
         part("paths", lambda: paths(engine))
     if case.emulated or case.collectives == "nccl":  # a library's own time-outs are not ours
         engine.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,8 +39,14 @@ class Span:
     waited: Waited
 
 
-def run(intent: Intent, options: OfflineOptions, log: Callable[[str], None]) -> dict[str, Any]:
-    """``{"emulated", "rows", "sides", "verification", "conditions"}``.
+def run(
+    intent: Intent,
+    options: OfflineOptions,
+    log: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None] = lambda document: None,
+) -> dict[str, Any]:
+    """``{"emulated", "rows", "sides", "verification", "conditions"}``; `keep` is given what there
+    is of it so far behind every row.
 
     Raises:
         UsageError: something is to be measured beside it.
@@ -58,9 +64,12 @@ def run(intent: Intent, options: OfflineOptions, log: Callable[[str], None]) -> 
         origins=origins,
         concurrency=intent.concurrency or max(options.batches),
     )
-    rows: list[dict[str, Any]] = []
-    sides: dict[str, dict[str, Any]] = {}
-    described: dict[str, object] = {}
+    document: dict[str, Any] = {
+        "emulated": f"rank 0 of {intent.rank_of} of {intent.of_machine}",
+        "rows": [],
+        "sides": {},
+        "verification": {"checked": False, "why": "emulated: its answers mean nothing"},
+    }
     for name, wish in ((DAY_0, day_0(wanted)), (OURS, wanted)):
         log(f"{name}: layout {wish.parallel or 'as planned'}")
         engine = Engine(wish)
@@ -68,24 +77,20 @@ def run(intent: Intent, options: OfflineOptions, log: Callable[[str], None]) -> 
             engine.start()
             assert engine.resolved is not None
             plan = engine.resolved.plan
-            rows += _Side(name, engine, options, log).rows()
-            sides[name] = {
+            side = document["sides"][name] = {
                 "layout": plan.layouts[0].name,
                 "emulated": dict(plan.emulated),
-                "paths": engine.emulated_paths,
                 "plan": plan.fingerprint,
                 "held_bytes": engine.held_bytes,
             }
-            described = conditions(plan)
+            document["conditions"] = conditions(plan)
+            for row in _Side(name, engine, options, log).rows():
+                document["rows"].append(row)
+                side["paths"] = engine.emulated_paths
+                keep(document)
         finally:
             engine.close()
-    return {
-        "emulated": f"rank 0 of {intent.rank_of} of {intent.of_machine}",
-        "rows": rows,
-        "sides": sides,
-        "verification": {"checked": False, "why": "emulated: its answers mean nothing"},
-        "conditions": described,
-    }
+    return document
 
 
 def day_0(intent: Intent) -> Intent:
@@ -112,21 +117,19 @@ class _Side:
         self._vocab, self._domains = plan.model.vocab_size, plan.layouts[0].data
         self._count = 0
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Iterator[dict[str, Any]]:
         options = self._options
-        found = []
         for batch in options.batches:
             last = options.prompt_tokens + options.output_tokens
             title = f"decode, batch {batch}, context {options.prompt_tokens}-{last}"
             own = -(-batch // self._domains)
             tokens = batch * (options.output_tokens - 1)
             sizes = (options.prompt_tokens, options.output_tokens)
-            found.append(self._row(title, own, sizes, tokens, decode=True))
+            yield self._row(title, own, sizes, tokens, decode=True)
         if options.prefill_tokens:
             title = f"prefill, {options.prefill_tokens} tokens in each domain"
             tokens = options.prefill_tokens * self._domains
-            found.append(self._row(title, 1, (options.prefill_tokens, 1), tokens, decode=False))
-        return found
+            yield self._row(title, 1, (options.prefill_tokens, 1), tokens, decode=False)
 
     def _row(
         self, title: str, own: int, sizes: tuple[int, int], tokens: int, *, decode: bool
