@@ -1,196 +1,229 @@
 """Two cards without peer access, from records to a page: tables and a picture.
 
-    python benchmarks/ranks_page.py [--ranks RECORD] [--comm RECORD] [--out docs/two-cards.md]
+    python benchmarks/ranks_page.py [--out docs/two-cards.md]
 
-Reads what `ranks_gpu.py` and `comm_gpu.py` wrote, and what the planner expects today
-(`ranks_predicted.py`). Rows that no record has are shown as not run.
+Reads what `ranks_gpu.py` and `comm_gpu.py` wrote (`ranks_predicted.PAIRS`, `SUMS`: a row is taken
+from the newest record that has it), what was predicted before each run, and what recorded rows of
+other cases expect of it now (`ranks_predicted.py`). Rows that no record has are shown as not run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from html import escape
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ranks_predicted import MACHINE, RECORDED_LAYERS, TIMED, Case, predicted, prompt_row
+from ranks_picture import Rung, picture
+from ranks_predicted import (
+    MACHINE,
+    PAIRS,
+    RECORDED_LAYERS,
+    ROWS,
+    TIMED,
+    Case,
+    pairs,
+    predicted,
+    prompt_row,
+    record,
+)
 
-from metainfer.bench.ladder_picture import STYLE
 from metainfer.comm import model as links
 from metainfer.comm.topology import Topology, from_facts
 from metainfer.platform.machine_catalog import find_machine
 
 ROOT = Path(__file__).parents[1]
-RECORDS = ROOT / "benchmarks" / "records"
-NCCL = "two cards, tp2, nccl without peers"
-"""Side (a): NCCL as it comes, one layout for both phases, the same kernels."""
+NCCL, ALONE = "two cards, tp2, nccl without peers", "one card, rank 0 of tp2"
+"""Side (a): NCCL as it comes, one layout for both phases, the same kernels; and one rank of two
+whose peer is emulated."""
+PAIR = "two cards, tp2, host"
 AT_ONCE, LONE = prompt_row(8192, 4), prompt_row(8192)
 TOKENS = {AT_ONCE: 4 * 8192, LONE: 8192}
+SUMS = (
+    ("2026-11-30-2xh200-streams.json", "streams"),
+    ("2026-11-29-2xh200-comm.json", "pair_without_peer"),
+)
+"""Records of sums and their section, the newest first."""
 SIZES = (8192, 65_536, 262_144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-WIDTH, LABEL, FIGURES, LINE = 860, 250, 190, 34
+RUNGS = (
+    ("tp2 by NCCL, one layout", NCCL),
+    ("sums through host memory by ours", "two cards, tp2, host"),
+    ("halves of a chunk in turns", "two cards, tp2, host, halves"),
+    ("whole experts on ranks (ep2)", "two cards, ep2, host"),
+    ("whole experts, halves in turns", "two cards, ep2, host, halves"),
+)
+"""From side (a) on, each beside what stands above it."""
 
 HEAD = """# Two cards without peer access
 
 Written by `python benchmarks/ranks_page.py`; do not edit. Two H200 of one host whose peer paths are
 switched off stand in for cards that meet on PCIe alone: every message goes through host memory.
 DeepSeek-V4-Flash's shapes, {layers} of 43 layers, random weights; kernels are equal on all sides.
-Predicted: what a rank computes by the steps recorded on one H200, what it sends by `comm.model`,
-nothing overlapped (`python benchmarks/ranks_predicted.py`). Measured, record
-[{record}](../benchmarks/records/{record}), commit {commit}:
+Records, the newest first:
 
-    {command}
+{records}
 
-![Input tokens per second of four prompts of 8,192 at once](images/two-cards.svg)
+![Input tokens per second of four prompts of 8,192 at once, over NCCL's](images/two-cards.svg)
 """
 
 
 def sides() -> dict[str, Case]:
-    """The cases without peers, and one card alone."""
-    found = {n: c for n, c in TIMED.items() if c.collectives == "host" or c.environ}
-    return {**found, "single": Case("single", "", 1)}
+    """The cases without peers."""
+    return {n: c for n, c in TIMED.items() if c.collectives == "host" or c.environ}
 
 
-def expected(case: Case) -> dict[str, float]:
-    return predicted(case.layout, case.collectives, machine=MACHINE, layers=RECORDED_LAYERS)
+def rows_of(said: dict[str, Any], key: str = "median_s") -> dict[str, float]:
+    """Seconds by row."""
+    return {row["row"]: row[key] for row in said.get("rows", []) if key in row}
 
 
-def measured(record: dict[str, Any], name: str) -> dict[str, float]:
-    """Median seconds by row."""
-    return {row["row"]: row["median_s"] for row in record.get(name, {}).get("rows", [])}
+def measured(case: str) -> dict[str, float]:
+    return rows_of(pairs()[case][1]) if case in pairs() else {}
 
 
-def steps(record: dict[str, Any]) -> list[str]:
-    """Every case, row by row: predicted / measured (ratio)."""
-    rows = list(expected(sides()[NCCL]))
-    lines = [
-        "Milliseconds, predicted / measured (measured over predicted); – where nobody measured:",
-        "",
-        "| layout | " + " | ".join(rows) + " |",
-        "|---|" + "---|" * len(rows),
-    ]
+def steps() -> Iterator[str]:
+    """Every case, row by row: measured, over what was predicted, over what others expect."""
+    yield "Milliseconds, measured (over the prediction before the run; over what recorded rows of"
+    yield "one card and of other layouts or collectives expect now: no case prices itself, nothing"
+    yield "is taken to overlap). – where nobody measured: what is expected stands in brackets."
+    yield ""
+    yield "| case | record | " + " | ".join(ROWS) + " |"
+    yield "|---|---|" + "---|" * len(ROWS)
     for name, case in sides().items():
-        known, found = expected(case), measured(record, name)
-        cells = []
-        for row in rows:
-            text = f"{1e3 * known[row]:.3g} / –"
-            if row in found:
-                ratio = found[row] / known[row]
-                text = f"{1e3 * known[row]:.3g} / {1e3 * found[row]:.3g} ({ratio:.2f})"
-            cells.append(text)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return lines
+        found = measured(name)
+        before = rows_of(pairs()[name][1], "predicted_s") if found else {}
+        known = predicted(case.layout, case.collectives, machine=MACHINE, layers=RECORDED_LAYERS)
+        cells = [number(pairs()[name][0]) if found else "–"]
+        for row in ROWS:
+            if row not in found:
+                cells.append(f"– [{1e3 * known[row]:.3g}]")
+                continue
+            over = f"{found[row] / before[row]:.2f}" if row in before else "–"
+            cells.append(f"{1e3 * found[row]:.3g} ({over}; {found[row] / known[row]:.2f})")
+        yield f"| {name} | " + " | ".join(cells) + " |"
 
 
-def gains(record: dict[str, Any]) -> list[str]:
-    """Input tokens a second beside side (a)."""
-    lines = [
-        f"Input tokens per second beside `{NCCL}`, predicted and measured:",
-        "",
-        "| layout | 4 x 8,192 at once | over (a) | 8,192 alone | over (a) |",
-        "|---|---|---|---|---|",
-    ]
-    for name, case in sides().items():
-        cells = []
-        for row, tokens in TOKENS.items():
-            pairs = [(expected(case), expected(sides()[NCCL]))]
-            pairs.append((measured(record, name), measured(record, NCCL)))
-            rates = [f"{tokens / of[row]:,.0f}" if row in of else "–" for of, _ in pairs]
-            over = [
-                f"{base[row] / of[row]:.2f}" if row in of and row in base else "–"
-                for of, base in pairs
-            ]
-            cells += [" / ".join(rates), " / ".join(over)]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return lines
+def number(name: str) -> str:
+    return f"[{PAIRS.index(name) + 1}]"
 
 
-def collectives(record: dict[str, Any], tree: Topology) -> list[str]:
+def gains() -> Iterator[str]:
+    """Input tokens a second beside side (a) of the same record."""
+    yield f"Input tokens per second, and over `{NCCL}` of the same record (bar: 1.5):"
+    yield ""
+    yield "| case | record | 4 x 8,192 at once | over | 8,192 alone | over |"
+    yield "|---|---|---|---|---|---|"
+    for name in PAIRS:
+        base = rows_of(record(name).get(NCCL, {}))
+        for case in sides():
+            found = rows_of(record(name).get(case, {}))
+            if not found:
+                continue
+            cells = []
+            for row, tokens in TOKENS.items():
+                cells.append(f"{tokens / found[row]:,.0f}" if row in found else "–")
+                both = row in found and row in base
+                cells.append(f"{base[row] / found[row]:.2f}" if both else "–")
+            yield f"| {case} | {number(name)} | " + " | ".join(cells) + " |"
+
+
+def rungs() -> Iterator[Rung]:
+    """Cases of `RUNGS` that were measured, over side (a) of the same record."""
+    for label, case in RUNGS:
+        for name in PAIRS:
+            said = record(name)
+            base, found = (rows_of(said.get(each, {})) for each in (NCCL, case))
+            if AT_ONCE in base and AT_ONCE in found:
+                rate = TOKENS[AT_ONCE] / found[AT_ONCE]
+                yield Rung(f"{label} {number(name)}", base[AT_ONCE] / found[AT_ONCE], rate)
+                break
+
+
+def ladder() -> Iterator[str]:
+    yield "Four prompts of 8,192 at once, each line beside the one above it:"
+    yield ""
+    yield "| | over NCCL's `tp2` | over the line above | tokens/s |"
+    yield "|---|---|---|---|"
+    above = 1.0
+    for rung in rungs():
+        yield f"| {rung.label} | {rung.over:.2f} | {rung.over / above:.2f} | {rung.rate:,.0f} |"
+        above = rung.over
+
+
+def alone() -> Iterator[str]:
+    """One rank whose peer is emulated beside the pair."""
+    found, pair = measured(ALONE), measured(PAIR)
+    if not found or not pair:
+        yield "Not run yet: one rank of `tp2` alone on a card, its peer emulated."
+        return
+    yield "One rank of `tp2` alone on a card beside the pair: its kernels run, its bytes cross the"
+    yield "card's own link, and each collective ends when the cost model of this pair says so."
+    yield ""
+    yield "| row | alone, ms | pair, ms | error |"
+    yield "|---|---|---|---|"
+    for row in (row for row in ROWS if row in found and row in pair):
+        off = found[row] / pair[row] - 1
+        yield f"| {row} | {1e3 * found[row]:.3g} | {1e3 * pair[row]:.3g} | {off:+.0%} |"
+    yield ""
+    yield f"Records {number(pairs()[ALONE][0])} and {number(pairs()[PAIR][0])}."
+
+
+def collectives(tree: Topology) -> Iterator[str]:
     """Sums over both cards by size: ours, NCCL's, and what the model says of each."""
-    rows = record["pair_without_peer"]["rows"]
-    lines = [
-        "One sum over both cards, µs. Limit: bytes of both directions over the link's rate with",
-        "both in use.",
-        "",
-        "| bytes | host: predicted | measured | by | NCCL: predicted | measured | limit |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    yield "One sum over both cards, µs, from the newest record that has the size. Limit: bytes of"
+    yield "both directions over the link's rate with both in use. Predicted: as the model says now."
+    yield ""
+    yield "| bytes | host: predicted | measured | by | NCCL: predicted | measured | limit |"
+    yield "|---|---|---|---|---|---|---|"
     for size in SIZES:
-        ours, theirs = fastest(rows, size, ("host", "copy")), fastest(rows, size, ("nccl",))
+        ours, theirs = fastest(size, ("host", "copy")), fastest(size, ("nccl",))
         name, known = links.best(links.HOST, tree, size)
         limit = 2 * size / tree.duplex_bytes_s * 1e6
-        lines.append(
+        yield (
             f"| {size:,} | {known:,.1f} ({name}) | {ours[1]:,.1f} | {ours[0]} "
             f"| {links.nccl_through_host(tree, size):,.1f} | {theirs[1]:,.1f} | {limit:,.1f} |"
         )
-    return lines
+    yield ""
+    yield "Records: " + ", ".join(f"`{name}`" for name, _ in SUMS) + "."
 
 
-def fastest(rows: dict[str, Any], size: int, backends: tuple[str, ...]) -> tuple[str, float]:
+def fastest(size: int, backends: tuple[str, ...]) -> tuple[str, float]:
     """What carried `size` bytes in the least time, and its microseconds."""
-    found = {}
-    for name, row in rows.items():
-        words = name.split()
-        if words[0] in backends and words[2] == str(size):
-            found[f"{words[1]}, {words[3]}"] = float(row["us"])
-    by = min(found, key=lambda each: found[each])
-    return by, found[by]
+    for name, section in SUMS:
+        found = {}
+        for row, said in record(name)[section]["rows"].items():
+            words = row.split()
+            if words[0] in backends and words[2] == str(size):
+                found[f"{words[0]} {words[1]}, {' '.join(words[3:])}"] = float(said["us"])
+        if found:
+            by = min(found, key=lambda each: found[each])
+            return by, found[by]
+    raise ValueError(f"no record has sums of {size} bytes")
 
 
-def picture(record: dict[str, Any]) -> str:
-    """Bars of input tokens per second: above as predicted, below as measured."""
-    bars = []
-    for name, case in sides().items():
-        taken = measured(record, name).get(AT_ONCE)
-        known = expected(case)[AT_ONCE]
-        bars.append((name, TOKENS[AT_ONCE] / known, TOKENS[AT_ONCE] / taken if taken else 0.0))
-    longest = max(max(pair) for _, *pair in bars)
-    room, height = WIDTH - LABEL - FIGURES, LINE * (len(bars) + 1)
-    parts = []
-    for place, (name, known, found) in enumerate(bars):
-        y = LINE * place + 6
-        told = f"{known:,.0f} predicted, " + (f"{found:,.0f}" if found else "not run")
-        parts.append(
-            f'<text class="t" x="8" y="{y + 15}">{escape(name)}</text>'
-            f'<rect class="a" x="{LABEL}" y="{y}" height="10" '
-            f'width="{room * known / longest:.1f}"/>'
-            f'<rect class="b" x="{LABEL}" y="{y + 11}" height="10" '
-            f'width="{room * found / longest:.1f}"/>'
-            f'<text class="t" x="{WIDTH - FIGURES + 8}" y="{y + 15}">{told}</text>'
-        )
-    title = "Input tokens per second, four prompts of 8,192 at once: predicted (grey), measured"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}" role="img" aria-labelledby="pair">'
-        f'<title id="pair">{title}</title><style>{STYLE}</style>'
-        f'<rect class="p" width="{WIDTH}" height="{height}"/>{"".join(parts)}'
-        f'<text class="t" x="8" y="{height - 10}">{title}</text></svg>\n'
-    )
+def listed() -> Iterator[str]:
+    for place, name in enumerate(PAIRS, 1):
+        said = record(name)
+        link = f"[{name}](../benchmarks/records/{name})"
+        yield f"{place}. {link}, commit {said.get('commit', 'not said')}: `{said['command']}`"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=Path, default=RECORDS / "2026-11-30-2xh200-ranks.json")
-    parser.add_argument("--comm", type=Path, default=RECORDS / "2026-11-29-2xh200-comm.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "two-cards.md")
     given = parser.parse_args()
-    ranks, comm = (json.loads(path.read_text()) for path in (given.ranks, given.comm))
-    head = HEAD.format(
-        layers=RECORDED_LAYERS,
-        command="python " + ranks["command"].removeprefix("python "),
-        record=given.ranks.name,
-        commit=ranks.get("commit", "not said"),
-    )
-    tree = from_facts(find_machine(MACHINE).facts)
     parts = (
-        [head.rstrip()],
-        ["## Steps", "", *steps(ranks)],
-        ["## Prompts", "", *gains(ranks)],
-        ["## Sums", "", f"Record {given.comm.name}.", "", *collectives(comm, tree)],
+        [HEAD.format(layers=RECORDED_LAYERS, records="\n".join(listed())).rstrip()],
+        ["## Prompts", "", *gains()],
+        ["## What gains it", "", *ladder()],
+        ["## Steps", "", *steps()],
+        ["## One rank alone", "", *alone()],
+        ["## Sums", "", *collectives(from_facts(find_machine(MACHINE).facts))],
     )
     given.out.write_text("\n\n".join("\n".join(part) for part in parts) + "\n")
+    title = "Input tokens per second of four prompts of 8,192 at once, over those of tp2 by NCCL"
     image = given.out.parent / "images" / "two-cards.svg"
-    image.write_text(picture(ranks))
+    image.write_text(picture(title, list(rungs())))
 
 
 if __name__ == "__main__":
