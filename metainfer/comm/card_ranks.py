@@ -10,7 +10,7 @@ make them slow, so that is for tests.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -334,37 +334,49 @@ def _first_plans(backend: str, world: int, dtype: str) -> list[CommPlan]:
 
 def wrong_results(comm: CudaComm | CopyRank, name: str, dtype: str) -> Verdict:
     """Whether `comm` sums as `canonical_sum` does, and copy engines gather and scatter so too: to
-    the bit, on odd lengths with poisoned results. Collective."""
-    kind, world, rank = DTYPES[dtype], comm.world, comm.rank
+    the bit, on odd lengths with poisoned results, and the longest of them in every form that calls
+    may take; sums in place too. Collective."""
     methods = [(Op.ALL_REDUCE, each) for each in ALGORITHMS[Op.ALL_REDUCE]]
     if isinstance(comm, CopyRank):
         methods = [(op, COPY) for op in COPIED]
     for turn, count in enumerate(PROVEN):
-        parts = [_drawn(each, count, turn, kind) for each in range(world)]
-        own = slice(*shard(count, world, rank))
-        summed = canonical_sum(parts)
+        parts = [_drawn(each, count, turn, DTYPES[dtype]) for each in range(comm.world)]
         for op, method in methods:
-            request = Request(op=op, count=count, dtype=dtype, world=world)
+            request = Request(op=op, count=count, dtype=dtype, world=comm.world)
             plan = choose(request, [Offer(backend=name.partition(":")[0], algorithm=method)])
-            mine, wanted = parts[rank], summed
-            if op is Op.ALL_GATHER:
-                mine, wanted = summed[own], summed
-            elif op is Op.REDUCE_SCATTER:
-                wanted = summed[own]
-            given = torch.empty(len(mine), dtype=kind, device=f"cuda:{comm.index}")
-            given.copy_(mine)
-            out = torch.full(wanted.shape, float("nan"), dtype=kind, device=given.device)
-            try:
-                comm.run(plan, given, out)
-                torch.cuda.current_stream(comm.index).synchronize()
-                comm.check()
-            except CommError as error:
-                return reject("failed", f"{name} {method}: {error.cause}")
-            found = out.cpu()
-            if not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
-                text = f"{name} {method} gave wrong bytes at {count} elements"
-                return reject("wrong", f"{text} of {op}")
+            longest = count == PROVEN[-1] and method != "two_shot"
+            for form, _ in enumerate(comm.forms() if longest else [None]):
+                in_place = op is Op.ALL_REDUCE and form % 2 == 1
+                try:
+                    right = _gives(comm, plan, parts, in_place=in_place)
+                except CommError as error:
+                    return reject("failed", f"{name} {method}: {error.cause}")
+                if not right:
+                    text = f"{name} {method} gave wrong bytes at {count} elements"
+                    return reject("wrong", f"{text} of {op}{' in place' * in_place}")
     return ACCEPT
+
+
+def _gives(
+    comm: CudaComm | CopyRank, plan: CommPlan, parts: Sequence[torch.Tensor], *, in_place: bool
+) -> bool:
+    """Whether a call gives what it should, of each rank's `parts` or of their sum."""
+    op, mine = plan.request.op, parts[comm.rank]
+    wanted = summed = canonical_sum(parts)
+    own = slice(*shard(plan.request.count, comm.world, comm.rank))
+    if op is Op.ALL_GATHER:
+        mine = summed[own]
+    elif op is Op.REDUCE_SCATTER:
+        wanted = summed[own]
+    given = torch.empty(len(mine), dtype=mine.dtype, device=f"cuda:{comm.index}")
+    given.copy_(mine)
+    out = given
+    if not in_place:
+        out = torch.full(wanted.shape, float("nan"), dtype=mine.dtype, device=given.device)
+    comm.run(plan, given, out)
+    torch.cuda.current_stream(comm.index).synchronize()
+    comm.check()
+    return torch.equal(out.cpu().view(torch.uint8), wanted.view(torch.uint8))
 
 
 def _drawn(rank: int, count: int, turn: int, kind: torch.dtype) -> torch.Tensor:

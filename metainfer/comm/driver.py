@@ -11,6 +11,8 @@ __all__ = ["CudaError", "Function", "Module", "call", "check", "library", "u64"]
 HOST_PORTABLE, HOST_MAPPED = 1, 2
 IPC_LAZY_PEER = 1
 IPC_HANDLE_BYTES = 64
+STREAMS_WRITE_64_BITS = 122
+"""``CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS``."""
 
 
 class IpcHandle(ctypes.Structure):
@@ -41,6 +43,22 @@ def copy_across(target: int, source: int, size: int, stream: int) -> None:
         u64(target), u64(source), ctypes.c_size_t(size), ctypes.c_void_p(stream)
     )
     check(library(), "cuMemcpyDtoDAsync", status)
+
+
+def writes_values(device: int) -> bool:
+    """Whether a stream of `device` can write a counter by itself."""
+    handle, found = ctypes.c_int(), ctypes.c_int()
+    call("cuDeviceGet", ctypes.byref(handle), device)
+    call("cuDeviceGetAttribute", ctypes.byref(found), STREAMS_WRITE_64_BITS, handle)
+    return bool(found.value)
+
+
+def write_value(target: int, value: int, stream: int) -> None:
+    """A counter, in order on a stream and behind everything that it has written."""
+    status = library().cuStreamWriteValue64_v2(
+        ctypes.c_void_p(stream), u64(target), u64(value), ctypes.c_uint(0)
+    )
+    check(library(), "cuStreamWriteValue64", status)
 
 
 def allocate(size: int) -> int:

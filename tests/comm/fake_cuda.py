@@ -199,3 +199,8 @@ def move(target: int, source: int, size: int, stream: int) -> None:
         ctypes.memmove(target, source, size)
 
     Stream.known[stream].do(copy)
+
+
+def write(target: int, value: int, stream: int) -> None:
+    """A counter, written by the stream itself."""
+    Stream.known[stream].do(lambda: setattr(ctypes.c_uint64.from_address(target), "value", value))

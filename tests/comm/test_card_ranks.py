@@ -24,7 +24,10 @@ from metainfer.comm.card_ranks import CardRanks
 from metainfer.comm.driver import CudaError
 from metainfer.comm.errors import CommError
 from metainfer.comm.exact import canonical_sum
+from metainfer.comm.layout import BLOCKS, PHASES, Kind
 from metainfer.comm.peers import Place
+from metainfer.comm.plan_offers import COPIED
+from metainfer.comm.request import Op
 from metainfer.comm.topology import Topology, no_peer, one_switch
 from metainfer.core.errors import RefusedError
 from metainfer.core.plan import LayoutPlan
@@ -67,6 +70,8 @@ def memory(built: Path, monkeypatch: pytest.MonkeyPatch) -> Memory:
         "copy_down": fake_cuda.move,
         "copy_up": fake_cuda.move,
         "copy_across": fake_cuda.move,
+        "write_value": fake_cuda.write,
+        "writes_values": lambda device: True,
         "register_host": lambda address, size: address,
         "unregister_host": lambda address: None,
         "allocate": found.allocate,
@@ -200,6 +205,39 @@ def test_a_backend_that_sums_wrongly_is_not_used(
         for name in ("host", "host:copy"):
             (reason,) = group._verdicts[name].reasons
             assert reason.code == "wrong" and "wrong bytes at 70001 elements" in reason.message
+    on_ranks(2, lambda rank: ranks[rank].close())
+
+
+def test_every_form_that_calls_may_take_is_proven(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grids of long calls and of many parts, sums in place, and many pieces, at the longest of what
+    is tried; by size again afterwards."""
+    seen, pieces = set(), set()
+    run, moved = fake_cuda.Kernels.mi_kernel, cuda_copy.CopyRank._moved
+
+    def kernel(self: Any, grid: int, block: int, call: Any) -> None:
+        if call.in_len[0] == 70_001 and call.kind == Kind.SUM_ALL:
+            stripes = grid // 2 if call.parts > 1 else grid
+            seen.add((stripes, call.lag, call.parts, call.input == call.output))
+        run(self, grid, block, call)
+
+    def cut(self: Any, request: Any, given: int, out: int) -> Any:
+        found = moved(self, request, given, out)
+        pieces.add((request.op, len(found.pieces) > 4, given == out))
+        return found
+
+    monkeypatch.setattr(fake_cuda.Kernels, "mi_kernel", kernel)
+    monkeypatch.setattr(cuda_copy.CopyRank, "_moved", cut)
+    ranks = opened(no_peer(2))
+    grids = {(blocks, parts) for _, blocks, parts in cuda.STREAMS} | {(BLOCKS, PHASES)}
+    assert {(blocks, parts) for blocks, _, parts, _ in seen} >= grids
+    assert {True, False} == {in_place for *_, in_place in seen}
+    assert {(op, True, op is Op.ALL_REDUCE) for op in COPIED} <= pieces
+    for each in ranks:
+        (group,) = each._groups.values()
+        assert (group.opened["host"].blocks, group.opened["host"].parts) == (0, 0)
+        assert group.opened["host:copy"].piece_bytes == 0
     on_ranks(2, lambda rank: ranks[rank].close())
 
 

@@ -12,7 +12,7 @@ module that loads behind a spinning peer stalls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 
@@ -37,16 +37,22 @@ MAX_THREADS = 512
 BLOCK_BYTES = 16 << 10
 TURN_BYTES = 256 << 10
 TURNS = 4
-STREAM_BYTES, STREAM_RANKS = 128 << 10, 4
-"""From how many bytes on, and up to how many ranks, calls of one phase through host memory go in
-parts; more ranks would each take as many messages."""
-PART_BYTES = 128 << 10
-"""Of a message, in one part of all stripes: sent while the part before it is taken."""
+STREAM_RANKS = 4
+"""Up to how many ranks calls of one phase through host memory go in parts; more ranks would each
+take as many messages."""
+STREAMS = ((1 << 20, 16, 1), (256 << 10, 16, 2), (128 << 10, 8, 2))
+"""Their grids: from how many bytes on, stripes, and parts of a stripe. The fastest of two H200
+without peer access (record 2026-11-30-2xh200-streams)."""
 HOST_BYTES = 8 << 20
 """Of a small group's slots in host memory. A layout has up to five groups, and a container often
 64 MiB of shared memory for all of them."""
 _STATE_BYTES = 4096
 _modules: dict[tuple[Variant, str], driver.Module] = {}
+
+
+def one_phase(piece: Piece) -> bool:
+    """Whether a call ends once everyone has taken what everyone sent."""
+    return piece.kind not in (Kind.SUM_GATHER, Kind.NOTHING)
 
 
 def host_slot_bytes(world: int) -> int:
@@ -169,21 +175,33 @@ class CudaComm(Caller):
 
     def _grid(self, piece: Piece, width: int) -> tuple[int, int, int]:
         """Stripes of a call, how many groups push in turn, and parts of a stripe: the same on all
-        ranks, for flags are per stripe. Seeds: a stripe per 16 KiB; in host memory parts, or turns
-        from 256 KiB on."""
+        ranks, for flags are per stripe. A stripe per 16 KiB; in host memory parts as `STREAMS` has
+        them, or turns from 256 KiB on."""
         size = (piece.in_len[0] if piece.same else sum(piece.in_len)) * width
         if piece.kind is Kind.COPY and piece.same:  # ranks bring parts of their own length
             size = sum(piece.out_len) * width
         wanted = 1 << max(0, (size - 1) // BLOCK_BYTES).bit_length()
-        blocks = self.blocks or min(layout.BLOCKS, wanted)
+        blocks, parts = min(layout.BLOCKS, wanted), 1
+        if self.slots.shared and self.world <= STREAM_RANKS and one_phase(piece):
+            grids = (grid for least, *grid in STREAMS if size >= least)
+            blocks, parts = next(grids, (blocks, parts))
+            parts = self.parts or parts
+        blocks = self.blocks or blocks
         lag = self.lag or (TURNS if self.slots.shared and size >= TURN_BYTES else 1)
-        parts = self.parts
-        streams = self.slots.shared and self.world <= STREAM_RANKS
-        if not streams or piece.kind in (Kind.SUM_GATHER, Kind.NOTHING):
-            parts = 1
-        elif not parts:
-            parts = min(layout.PHASES, size // PART_BYTES + 1) if size >= STREAM_BYTES else 1
         return blocks, lag, parts
+
+    def forms(self) -> Iterator[None]:
+        """Give calls each grid that long ones of one phase may have: for a proof of all of them."""
+        kept = self.blocks, self.lag, self.parts
+        grids = [(blocks, TURNS, parts) for _, blocks, parts in STREAMS]
+        streams = self.slots.shared and self.world <= STREAM_RANKS
+        try:
+            yield
+            for grid in (*grids, (layout.BLOCKS, 1, layout.PHASES)) if streams else ():
+                self.blocks, self.lag, self.parts = grid
+                yield
+        finally:
+            self.blocks, self.lag, self.parts = kept
 
     def check(self) -> None:
         """Raise what a kernel has written down; one look at host memory.

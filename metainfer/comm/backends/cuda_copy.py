@@ -2,10 +2,16 @@
 
 A reduce-scatter sends parts down to host memory; their owner takes the others' up and adds in rank
 order (one rounding). A gather sends a rank's rows down once, and everyone takes them up. An
-all-reduce is one behind the other, piece by piece. Down and up have a stream each, so that both
-directions of the link work at once, and sums a third. Between ranks a counter in host memory is
-posted by a one-thread kernel behind each copy and awaited by another. These streams come before
-others, for what computes meanwhile holds the multiprocessors.
+all-reduce is one behind the other, piece by piece; between two ranks, where that carries no byte
+less, everyone sends all of it and sums all of it. Pieces begin and end small: the first one's way
+down and the last one's way up are hidden by nothing.
+
+Down and up have a stream each that carries copies alone, so that both directions of the link work
+at once and an engine goes from copy to copy; sums have a third. Between ranks a counter in host
+memory is written behind each copy, by the stream itself where a device does that and by a kernel on
+a fourth stream where not, and awaited by a one-thread kernel on a fifth: only a kernel has a budget
+of time and hears an abort. These streams come before others, for what computes meanwhile holds the
+multiprocessors.
 
 One staging memory is enough: a rank writes into it only once every peer has taken all of the call
 before. Not for graphs: counters grow from call to call.
@@ -14,7 +20,7 @@ before. Not for graphs: counters grow from call to call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +45,10 @@ ALL, TAKEN, ABORT = layout.WORLD, layout.WORLD + 1, layout.WORLD + 2
 taken everything, and its abort word."""
 WORDS = layout.WORLD + 3
 COUNTERS = 16384
-PIECES, LEAST_PIECE, MOST_PIECE = 8, 512 << 10, 4 << 20
+LEAST_PIECE, MOST_PIECE = 512 << 10, 4 << 20
+"""Bytes. Copy engines reach 84 GB/s of both directions in pieces of 1 MiB, 95 in pieces of 4 (H200,
+docs/log.md)."""
+PROVEN_PIECE = 16 << 10
 _ADD_BLOCKS = 32
 _FIRST = -1  # of a stream: before those of usual priority
 
@@ -78,12 +87,23 @@ class _Moved:
     own_given: int
     own_out: int
     width: int
+    type: int
     bounds: tuple[tuple[int, int], ...]
     pieces: tuple[tuple[int, int], ...]
 
+    def of(self, part: int, index: int) -> tuple[int, int, int]:
+        """Of a piece of a part: begin in the part, begin in the message, size; bytes. A part that
+        ends before has nothing of it."""
+        (start, stop), (begin, end) = self.bounds[part], self.pieces[index]
+        a, b = min(stop, start + begin), min(stop, start + end)
+        return begin * self.width, a * self.width, (b - a) * self.width
+
 
 class CopyRank:
-    """One rank's streams and scratch; `run` enqueues, `check` looks for a failure."""
+    """One rank's streams and scratch; `run` enqueues, `check` looks for a failure.
+
+    `writes`: streams write counters themselves; None: where the device can.
+    """
 
     def __init__(
         self,
@@ -92,23 +112,26 @@ class CopyRank:
         *,
         device: int,
         budget_s: float = BUDGET_S,
+        writes: bool | None = None,
         closing: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.world = rank, staging.world
         self.staging = staging
         self.budget_s = budget_s
         self.index = device
+        self.writes = driver.writes_values(device) if writes is None else writes
         self._closing = closing
-        self.down, self.up, self.sums = (
+        self.down, self.up, self.sums, self.posts, self.waits = (
             torch.cuda.Stream(device, priority=_FIRST)  # type: ignore[no-untyped-call]
-            for _ in range(3)
+            for _ in range(5)
         )
         self._record = torch.zeros(1024, dtype=torch.uint8).pin_memory()
         self._scratch = torch.empty(
             self.world * staging.part_bytes, dtype=torch.uint8, device=f"cuda:{device}"
         )
         self.piece_bytes = 0  # by size
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[torch.cuda.Event] = []
+        self._marked = 0
         self._posted = [0] * WORDS
         self._seen = [[0] * WORDS for _ in range(self.world)]
         for seen in self._seen:
@@ -130,27 +153,36 @@ class CopyRank:
         self.check()
         request = plan.request
         out = checked(request, self.rank, given, out, "cuda")
-        main, streams = torch.cuda.current_stream(self.index), (self.down, self.up, self.sums)
-        for stream in streams:
-            stream.wait_stream(main)
+        main, self._marked = torch.cuda.current_stream(self.index), 0
+        begun = self._mark(main)
+        for stream in (self.down, self.up, self.sums, self.waits):
+            stream.wait_event(begun)
         for peer in self._others():
-            self._expect(peer, TAKEN, self.down.cuda_stream)
+            self._expect(peer, TAKEN)
+        self.down.wait_event(self._mark(self.waits))
         moved = self._moved(request, given.data_ptr(), out.data_ptr())
         if request.op is Op.ALL_GATHER:
-            self._send_own(moved)
+            self._keep(moved)
+            self._in_turn(moved, self._send_own, self._take_others)
+        elif request.op is Op.REDUCE_SCATTER:
+            self._load(element_type(request))
+            self._in_turn(moved, self._send_parts, self._sum_own)
+        elif self.world == 2:
+            self._load(element_type(request))
+            self._in_turn(moved, self._send_all, self._sum_all)
         else:
             self._load(element_type(request))
-            self._send_parts(moved)
-            self._sum_own(moved, request.dtype, to_all=request.op is Op.ALL_REDUCE)
-        if request.op is not Op.REDUCE_SCATTER:
-            self._take(moved)
-        self._tell(TAKEN, self.up.cuda_stream)
-        for stream in streams:
-            main.wait_stream(stream)
+            # A sum that goes down waits for peers: nothing that they wait for may stand behind it.
+            self._in_turn(moved, self._send_parts, self._sum_to_all, ahead=len(moved.pieces))
+            self._in_turn(moved, lambda moved, index: None, self._take_others)
+        self._tell(TAKEN, self.up)
+        for stream in (self.down, self.up, self.sums):
+            main.wait_event(self._mark(stream))
         return out
 
     def _moved(self, request: Request, given: int, out: int) -> _Moved:
-        """Where `request` moves what. A sum of all has parts of whole packs."""
+        """Where `request` moves what. A sum of all has parts of whole packs, between two ranks one
+        for both."""
         width, world, count = ELEMENT_BYTES[request.dtype], self.world, request.count
         bounds = tuple(shard(count, world, p) for p in range(world))
         if request.op is Op.ALL_REDUCE:
@@ -158,105 +190,144 @@ class CopyRank:
             bounds = tuple(
                 (min(count, p * share), min(count, (p + 1) * share)) for p in range(world)
             )
-        share = max(end - begin for begin, end in bounds)
+            if world == 2:
+                bounds = ((0, count),) * world
         begin = bounds[self.rank][0]
         own_given, own_out = given + begin * width, out + begin * width
         if request.op is Op.ALL_GATHER:
             own_given = given
         elif request.op is Op.REDUCE_SCATTER:
             own_out = out
-        size = self.piece_bytes or min(MOST_PIECE, max(LEAST_PIECE, share * width // PIECES))
-        pieces = tuple(_pieces(share, size // width // 8 * 8))
-        while len(self._events) < len(pieces):
-            came, added = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
-            self._events.append((came, added))
-        return _Moved(given, out, own_given, own_out, width, bounds, pieces)
+        share = max(end - begin for begin, end in bounds)
+        least, most = (
+            (self.piece_bytes or each) // width // 8 * 8 for each in (LEAST_PIECE, MOST_PIECE)
+        )
+        pieces = tuple(ramp(share, least, most))
+        kind = element_type(request)
+        return _Moved(given, out, own_given, own_out, width, kind, bounds, pieces)
 
     def _others(self) -> list[int]:
         """The peers, the next one first."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
-    def _send_own(self, moved: _Moved) -> None:
-        """This rank's rows to all, and to their place in its own result."""
-        stream, to = self.down.cuda_stream, self.staging.part(self.rank, self.rank)
-        for at, size in self._own(moved):
-            if size:
-                driver.copy_down(to + at, moved.own_given + at, size, stream)
-            self._tell(ALL, stream)
+    def _in_turn(
+        self,
+        moved: _Moved,
+        send: Callable[[_Moved, int], None],
+        take: Callable[[_Moved, int], object],
+        ahead: int = 1,
+    ) -> None:
+        """Enqueue sends, and `ahead` pieces behind them what is taken: neither way waits long for
+        the host."""
+        count = len(moved.pieces)
+        for index in range(count + ahead):
+            if index < count:
+                send(moved, index)
+            if index >= ahead:
+                take(moved, index - ahead)
+
+    def _keep(self, moved: _Moved) -> None:
+        """This rank's rows to their place in its own result."""
         begin, end = moved.bounds[self.rank]
         if end > begin:
             size = (end - begin) * moved.width
             driver.copy_across(moved.own_out, moved.own_given, size, self.sums.cuda_stream)
 
-    def _send_parts(self, moved: _Moved) -> None:
-        """To each owner its part of what is given."""
-        stream, width = self.down.cuda_stream, moved.width
-        for begin, end in moved.pieces:
-            for p in self._others():
-                a, b = _clip(moved.bounds[p], begin, end)
-                if b > a:
-                    to = self.staging.part(self.rank, p) + begin * width
-                    driver.copy_down(to, moved.given + a * width, (b - a) * width, stream)
-                self._tell(p, stream)
+    def _send_own(self, moved: _Moved, index: int) -> None:
+        """A piece of this rank's rows, to all."""
+        at, _, size = moved.of(self.rank, index)
+        self._send(self.staging.part(self.rank, self.rank) + at, moved.own_given + at, size, ALL)
 
-    def _sum_own(self, moved: _Moved, dtype: str, *, to_all: bool) -> None:
-        """The sum of this rank's part, sent on `to_all` or not."""
-        up, down, room = self.up.cuda_stream, self.down.cuda_stream, self.staging.part_bytes
-        for (at, size), (came, added) in zip(self._own(moved), self._events, strict=False):
-            sources = [self._scratch.data_ptr() + q * room + at for q in range(self.world)]
-            sources[self.rank] = moved.own_given + at
-            for q in range(self.world):
-                if q == self.rank:
-                    continue
-                self._expect(q, self.rank, up)
-                if size:
-                    driver.copy_up(sources[q], self.staging.part(q, self.rank) + at, size, up)
-            came.record(self.up)
-            self.sums.wait_event(came)
-            if size:
-                self._sum(sources, moved.own_out + at, size // moved.width, moved.width, dtype)
-            if not to_all:
-                continue
-            added.record(self.sums)
-            self.down.wait_event(added)
-            if size:
-                to = self.staging.part(self.rank, self.rank) + at
-                driver.copy_down(to, moved.own_out + at, size, down)
-            self._tell(ALL, down)
+    def _send_parts(self, moved: _Moved, index: int) -> None:
+        """A piece of what is given, to the owner of each part."""
+        for p in self._others():
+            at, start, size = moved.of(p, index)
+            self._send(self.staging.part(self.rank, p) + at, moved.given + start, size, p)
 
-    def _take(self, moved: _Moved) -> None:
-        """What peers sent to all."""
-        stream, width = self.up.cuda_stream, moved.width
-        for begin, end in moved.pieces:
-            for p in self._others():
-                a, b = _clip(moved.bounds[p], begin, end)
-                self._expect(p, ALL, stream)
-                if b > a:
-                    start = self.staging.part(p, p) + begin * width
-                    driver.copy_up(moved.out + a * width, start, (b - a) * width, stream)
+    def _send_all(self, moved: _Moved, index: int) -> None:
+        """A piece of all that is given, in this rank's whole room."""
+        at, _, size = moved.of(self.rank, index)
+        self._send(self.staging.part(self.rank, 0) + at, moved.given + at, size, ALL)
+        if moved.given == moved.out:  # a sum goes where this is read
+            self.sums.wait_event(self._mark(self.down))
 
-    def _own(self, moved: _Moved) -> list[tuple[int, int]]:
-        """Begin in this rank's part and size of each piece, in bytes; those past its end have none."""
-        found = []
-        for begin, end in moved.pieces:
-            a, b = _clip(moved.bounds[self.rank], begin, end)
-            found.append((begin * moved.width, (b - a) * moved.width))
-        return found
+    def _take_others(self, moved: _Moved, index: int) -> None:
+        """What peers sent to all, into its place."""
+        for p in self._others():
+            at, start, size = moved.of(p, index)
+            self._fetch(p, ALL, moved.out + start, self.staging.part(p, p) + at, size)
 
-    def _sum(self, sources: Sequence[int], to: int, count: int, width: int, dtype: str) -> None:
-        call = Call(
-            world=self.world, type=layout.TYPES[dtype], width=width, unit=16 // width, output=to
-        )
+    def _sum_own(self, moved: _Moved, index: int) -> tuple[int, int]:
+        """The sum of a piece of this rank's part; where in the part it lies, and its size."""
+        at, _, size = moved.of(self.rank, index)
+        room = self.staging.part_bytes
+        sources = [self._scratch.data_ptr() + q * room + at for q in range(self.world)]
+        sources[self.rank] = moved.own_given + at
+        for q in self._others():
+            self._fetch(q, self.rank, sources[q], self.staging.part(q, self.rank) + at, size)
+        self._sum(moved, sources, moved.own_out + at, size)
+        return at, size
+
+    def _sum_to_all(self, moved: _Moved, index: int) -> None:
+        """The same, and the sum goes to all."""
+        at, size = self._sum_own(moved, index)
+        self.down.wait_event(self._mark(self.sums))
+        self._send(self.staging.part(self.rank, self.rank) + at, moved.own_out + at, size, ALL)
+
+    def _sum_all(self, moved: _Moved, index: int) -> None:
+        """The sum of a piece of two whole messages."""
+        at, _, size = moved.of(self.rank, index)
+        peer = 1 - self.rank
+        came = self._scratch.data_ptr() + at
+        self._fetch(peer, ALL, came, self.staging.part(peer, 0) + at, size)
+        self._sum(moved, [moved.given + at, came], moved.out + at, size)  # of two, in any order
+
+    def _send(self, to: int, start: int, size: int, which: int) -> None:
+        """Bytes down, and `which` told that they are there."""
+        if size:
+            driver.copy_down(to, start, size, self.down.cuda_stream)
+        self._tell(which, self.down)
+
+    def _fetch(self, peer: int, which: int, to: int, start: int, size: int) -> None:
+        """Bytes up, once `peer` has told `which` of them."""
+        self._expect(peer, which)
+        if size:
+            self.up.wait_event(self._mark(self.waits))
+            driver.copy_up(to, start, size, self.up.cuda_stream)
+
+    def _sum(self, moved: _Moved, sources: Sequence[int], to: int, size: int) -> None:
+        """Of what has been fetched, in rank order."""
+        if size == 0:
+            return
+        self.sums.wait_event(self._mark(self.up))
+        width = moved.width
+        call = Call(world=self.world, type=moved.type, width=width, unit=16 // width, output=to)
         call.slab[: self.world] = sources
-        call.in_len[0] = count
+        call.in_len[0] = size // width
         self._add(_ADD_BLOCKS, 512, self.sums.cuda_stream, [call])
 
-    def _tell(self, which: int, stream: int) -> None:
-        self._posted[which] += 1
-        word = self.staging.word(self.rank, which)
-        self._post(1, 1, stream, [driver.u64(word), driver.u64(self._posted[which])])
+    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """What `stream` holds by now. Events are used again by the next call: who waits for one
+        waits for what it was when that was enqueued."""
+        if self._marked == len(self._events):
+            self._events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        event = self._events[self._marked]
+        self._marked += 1
+        event.record(stream)
+        return event
 
-    def _expect(self, peer: int, which: int, stream: int) -> None:
+    def _tell(self, which: int, stream: torch.cuda.Stream) -> None:
+        """Count `which` up behind what `stream` holds."""
+        self._posted[which] += 1
+        word, value = self.staging.word(self.rank, which), self._posted[which]
+        if self.writes:
+            driver.write_value(word, value, stream.cuda_stream)
+            return
+        self.posts.wait_event(self._mark(stream))
+        self._post(1, 1, self.posts.cuda_stream, [driver.u64(word), driver.u64(value)])
+
+    def _expect(self, peer: int, which: int) -> None:
+        """Let `waits` wait until `peer` has counted on."""
         self._seen[peer][which] += 1
         values = (
             self.staging.word(peer, which),
@@ -266,7 +337,16 @@ class CopyRank:
             int(self.budget_s * 1e9),
             peer,
         )
-        self._await(1, 1, stream, [driver.u64(value) for value in values])
+        self._await(1, 1, self.waits.cuda_stream, [driver.u64(value) for value in values])
+
+    def forms(self) -> Iterator[None]:
+        """Cut calls by size, then into many pieces: for a proof of both."""
+        kept = self.piece_bytes
+        try:
+            for self.piece_bytes in (0, PROVEN_PIECE):
+                yield
+        finally:
+            self.piece_bytes = kept
 
     def close(self) -> None:
         """Wait for the device and give the staging memory back."""
@@ -335,12 +415,11 @@ def open_copy(
     return CopyRank(control.rank, staging, device=device, budget_s=budget_s, closing=closing)
 
 
-def _pieces(share: int, size: int) -> list[tuple[int, int]]:
-    """A part cut into pieces of at most `size` elements; one empty piece for none."""
-    return [(at, min(share, at + size)) for at in range(0, share, size)] or [(0, 0)]
-
-
-def _clip(bounds: tuple[int, int], begin: int, end: int) -> tuple[int, int]:
-    """Where a piece of a part lies in the message."""
-    start, stop = bounds
-    return min(stop, start + begin), min(stop, start + end)
+def ramp(count: int, least: int, most: int) -> Iterator[tuple[int, int]]:
+    """`count` elements cut into pieces, begin and end of each: from `least` on twice the one
+    before, `most` at most, and towards the end half of what is left; one empty piece for none."""
+    begin, grown = 0, least
+    while begin < count or begin == 0:
+        size = min(most, grown, max(least, (count - begin) // 16 * 8))
+        yield begin, min(count, begin + size)
+        begin, grown = begin + size, 2 * grown
