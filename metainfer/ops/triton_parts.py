@@ -53,7 +53,7 @@ def finish(acc, out, parts, counter, part, size, where, mask, SPLITS: tl.constex
         arrived = tl.atomic_add(counter, 1, sem="acq_rel")
         if arrived == SPLITS - 1:
             total = tl.load(parts + where, mask=mask, other=0.0, cache_modifier=".cg")
-            for other in range(1, SPLITS):
+            for other in tl.static_range(1, SPLITS):
                 total += tl.load(
                     parts + other * size + where, mask=mask, other=0.0, cache_modifier=".cg"
                 )
