@@ -68,22 +68,25 @@ def one_card() -> Report:
 
 
 def streams() -> Report:
-    """Two devices without peer access: the grids of a call in parts at every size, beside turns,
-    copies and NCCL, each row with its share of the least time that the link allows."""
-    shapes = {
-        256 * KIB: [(16, 1), (16, 0), (8, 2), (8, 4), (16, 2), (16, 8)],
-        MIB: [(16, 1), (16, 0), (16, 4), (16, 16), (8, 8)],
-        4 * MIB: [(16, 1), (16, 0), (16, 8), (8, 16)],
-        16 * MIB: [(16, 0), (16, 8)],
-        64 * MIB: [(16, 0), (16, 8)],
+    """Two devices without peer access: the grids that calls may have at every size (stripes, turns,
+    parts), copies with and without counters that streams write, and NCCL, each row with its share
+    of the least time that the link allows."""
+    turns = [(16, 4, 1), (16, 2, 1), (8, 4, 1), (8, 2, 1)]
+    grids = {
+        MIB: [*turns, (16, 1, 2), (8, 1, 2), (4, 1, 2), (16, 1, 3), (8, 1, 4), (4, 1, 4)],
+        256 * KIB: [*turns[1:], (4, 2, 1), (16, 1, 2), (8, 1, 2), (4, 1, 2), (16, 1, 3), (8, 1, 3)],
+        128 * KIB: [(8, 1, 1), (8, 2, 1), (8, 1, 2), (4, 1, 2), (16, 1, 2)],
+        512 * KIB: [*turns, (16, 1, 2), (8, 1, 2), (4, 1, 2), (8, 1, 3)],
+        2 * MIB: [*turns, (16, 1, 2), (8, 1, 4), (4, 1, 4)],
     }
     report: Report = {"rows": {}, "wrong": []}
+    end = time.monotonic() + STREAMS_S
     with group_of([0, 1], {"NCCL_P2P_DISABLE": "1"}) as group:
-        for backend in ("host", "copy", "nccl"):
-            group.call("open", backend)
-        group.call("warm", "host", "one_shot", list(shapes))
 
         def row(backend: str, algorithm: str, size: int, graph: bool, how: str) -> None:
+            if time.monotonic() > end:
+                report["cut"] = "no time left"
+                return
             repeat = 20 if size <= MIB else 4
             found = group.call("time", backend, algorithm, size, repeat, graph)
             worst: Report = max(found, key=lambda each: each["us"])  # type: ignore[index]
@@ -92,22 +95,35 @@ def streams() -> Report:
             report["rows"][name] = worst
             print(name, worst, flush=True)
 
-        end = time.monotonic() + STREAMS_S
-        for size, grids in shapes.items():
-            if time.monotonic() > end:
-                report["cut"] = f"from {size} B on: no time left"
-                break
-            for blocks, parts in grids:
-                group.call("shape", "host", blocks, parts)
-                if size <= 16 * MIB:
-                    wrong = group.call("verify", "host", "one_shot", [size + 2], 1)
-                    report["wrong"] += wrong[0] + wrong[1]
-                row("host", "one_shot", size, True, f"blocks={blocks} parts={parts}")
-            group.call("shape", "host", 0, 0)
-            row("host", "one_shot", size, False, "")
+        def verify(backend: str, algorithm: str, sizes: list[int]) -> None:
+            wrong = group.call("verify", backend, algorithm, sizes, 2)
+            report["wrong"] += wrong[0] + wrong[1]
+
+        for backend in ("host", "copy", "nccl"):
+            group.call("open", backend)
+        for writes in (1, 0):
+            how = f"writes={writes}"
+            group.call("shape", "copy", {"writes": writes})
+            verify("copy", "copy", [2, 5 * MIB + 6])
+            for size in (16 * MIB, 64 * MIB, 4 * MIB):
+                row("copy", "copy", size, False, how)
+        group.call("shape", "copy", {"writes": 1})
+        for piece in (MIB, 2 * MIB, 8 * MIB):
+            group.call("shape", "copy", {"piece_bytes": piece})
+            row("copy", "copy", 16 * MIB, False, f"piece={piece}")
+        group.call("warm", "host", "one_shot", [MIB])
+        for size, shapes in grids.items():
+            for blocks, lag, parts in shapes:
+                group.call("shape", "host", {"blocks": blocks, "lag": lag, "parts": parts})
+                verify("host", "one_shot", [size + 2])
+                how = f"blocks={blocks} turns={lag} parts={parts}"
+                row("host", "one_shot", size, True, how)
+        group.call("shape", "host", {"blocks": 0, "lag": 0, "parts": 0})
+        for size in (8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB):
+            row("host", "one_shot", size, True, "by size")
             row("nccl", "ring", size, True, "")
-            if size >= MIB:
-                row("copy", "two_shot", size, False, "")
+        for size in (16 * MIB, 64 * MIB):
+            row("nccl", "ring", size, False, "")
     return report
 
 
@@ -141,7 +157,7 @@ def pair(peer: bool) -> Report:
     sizes = [8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
     report: Report = {"environ": environ, "rows": {}, "wrong": []}
     ours = [("ipc", "one_shot"), ("ipc", "two_shot")] if peer else []
-    ours += [] if peer else [("host", "one_shot"), ("host", "two_shot"), ("copy", "two_shot")]
+    ours += [] if peer else [("host", "one_shot"), ("host", "two_shot"), ("copy", "copy")]
     with group_of([0, 1], environ) as group:
         for backend in dict.fromkeys(name for name, _ in ours):
             group.call("open", backend)

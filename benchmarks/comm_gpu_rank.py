@@ -98,9 +98,11 @@ class Rank:
             self.comms[backend] = NcclComm(store, self.rank, self.world, device=self.device)
         return backend
 
-    def shape(self, backend: str, blocks: int, parts: int) -> None:
-        """Grid of the calls that follow; 0: by size."""
-        self.comms[backend].blocks, self.comms[backend].parts = blocks, parts
+    def shape(self, backend: str, options: dict[str, int]) -> None:
+        """Form of the calls that follow, by attributes of the backend: `blocks`, `lag`, `parts`, or
+        `piece_bytes` and `writes` of copies; 0: by size."""
+        for name, value in options.items():
+            setattr(self.comms[backend], name, value)
 
     def warm(self, backend: str, algorithm: str, sizes: list[int]) -> None:
         comm = self.comms[backend]
