@@ -18,14 +18,15 @@ LANES, GROUP = 256, 8
 def canonical_sum(parts: Sequence[Tensor]) -> Tensor:
     """Sum of equal-shaped tensors, one per rank, in that order."""
     kind = parts[0].dtype
-    wide = kind if kind in (torch.float64, torch.int32) else torch.float32
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part.to(wide)
-    result = total.to(kind)
-    if kind.is_floating_point:
-        result = torch.where(torch.isnan(result), torch.full_like(result, float("nan")), result)
-    return result
+    if len(parts) == 2:  # torch adds wide and rounds once, in one pass over memory
+        result = parts[0] + parts[1]
+    else:
+        wide = kind if kind in (torch.float64, torch.int32) else torch.float32
+        total = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            total += part.to(wide)
+        result = total.to(kind)
+    return result.masked_fill_(result.isnan(), float("nan")) if kind.is_floating_point else result
 
 
 def canonical_add_rmsnorm(

@@ -90,10 +90,11 @@ class PromptRanks:
             )
             for pages, where, _ in found
         )
+        apart = self.parts if self.keeping is Keeping.HEADS else 1  # else all keep the same
         parts = [
             [each.of_part(part, rows.rank, self.keeping, self.device) for *_, each in found]
-            for part in range(self.parts)
-        ]
+            for part in range(apart)
+        ] * (self.parts // apart)
         positions = rows.padded(rows.positions[rows.begin : rows.end], 0)
         starts = begins - rows.begin if len(pieces) else np.zeros(1, np.int64)
         return SegmentInputs(

@@ -153,6 +153,23 @@ def test_the_order_of_the_sum_is_that_of_the_ranks() -> None:
                 assert found == [result] * 4
 
 
+@pytest.mark.parametrize("dtype", SUMMED)
+def test_two_parts_are_summed_as_any_number_is(dtype: str) -> None:
+    """A third part that adds nothing, not even to a sign, takes the long way."""
+    kind = SUMMED[dtype]
+    nothing = torch.tensor(-0.0).to(kind)
+    drawn = torch.Generator().manual_seed(3)
+    width = kind.itemsize
+    given = [
+        torch.randint(-(1 << 7), 1 << 7, (200_000 * width,), generator=drawn, dtype=torch.int8)
+        .view(kind)
+        for _ in range(2)
+    ]  # fmt: skip
+    strewn = [values(4096, kind, drawn) for _ in range(2)]
+    for parts in (given, strewn):
+        assert same(canonical_sum(parts), canonical_sum([*parts, nothing.expand_as(parts[0])]))
+
+
 def test_one_rounding_not_one_per_rank() -> None:
     # Each 2^-9 alone is half a unit of 1.0 in bfloat16 and would round away, three do not.
     given = [torch.tensor([x], dtype=torch.bfloat16) for x in (1.0, 2**-9, 2**-9, 2**-9)]

@@ -110,7 +110,7 @@ class Spread:
             lifted = lift(cache, group.past.mine)
             self._count("past", (self._shards.size - 1) * lifted.nbytes)
             every = self._shards.rows(lifted)
-            lay(copy, group.past.to, every.index_select(0, group.past.source))
+            _place(copy, group.past.to, every, group.past.source)
         assert isinstance(copy, type(cache))
         return copy
 
@@ -123,9 +123,9 @@ class Spread:
         group = self._parts[part][cache.group]
         if len(group.mine) and self.shares_rows:
             gathered = self._gather("entries", lift(copy, group.mine))
-            lay(copy, group.copy_to, gathered.index_select(0, group.copy_from))
+            _place(copy, group.copy_to, gathered, group.copy_from)
             if group.past is None:
-                lay(cache, group.home_to, gathered.index_select(0, group.home_from))
+                _place(cache, group.home_to, gathered, group.home_from)
         if group.past is not None:
             lay(cache, group.home_to, lift(copy, group.home_from))
 
@@ -134,13 +134,13 @@ class Spread:
         back for `keep`."""
         group = self._parts[0][copy.group]
         gathered = self._gather("edges", rows.index_select(0, group.mine))
-        lay(copy, group.copy_to, gathered.index_select(0, group.copy_from))
+        _place(copy, group.copy_to, gathered, group.copy_from)
         return gathered
 
     def keep(self, cache: View, gathered: Tensor) -> None:
         """The last raw rows of each request, into its keeper's ring."""
         group = self._parts[0][cache.group]
-        lay(cache, group.home_to, gathered.index_select(0, group.home_from))
+        _place(cache, group.home_to, gathered, group.home_from)
 
     def _gather(self, what: str, rows: Tensor) -> Tensor:
         self._count(what, (self._peers.size - 1) * rows.nbytes)
@@ -148,3 +148,9 @@ class Spread:
 
     def _count(self, what: str, size: int) -> None:
         self._moved[what] += size
+
+
+def _place(view: LayerView, to: Tensor, gathered: Tensor, source: Tensor) -> None:
+    """What `source` names of `gathered`, at `to`; often there is nothing."""
+    if len(to):
+        lay(view, to, gathered.index_select(0, source))
