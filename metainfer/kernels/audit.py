@@ -248,6 +248,7 @@ def refresh_manifest(
     path: Path = MANIFEST,
 ) -> list[Build]:
     """Build with every release in `tritons`, replace those rows, drop rows of older sources.
+    A kernel in CUDA C++ is built by the nvcc that is here.
 
     `variants`: all there are; `only` picks those to build, the others keep their rows while their
     source is unchanged, as a release that is not given does. The file is read again after the
@@ -310,6 +311,14 @@ def list_kernels(
 
 def _job(variant: Variant, target: str) -> dict[str, Any]:
     major, minor = TARGETS[target][0]
+    if variant.cuda is not None:
+        return {
+            "file": str(variant.cuda.file),
+            "defines": variant.cuda.defines,
+            "function": variant.kernel,
+            "shared": variant.shared_bytes,
+            "arch": f"{target}a",  # with the instructions of this very capability
+        }
     return {
         "kernel": variant.kernel,
         "args": list(variant.args.items()),

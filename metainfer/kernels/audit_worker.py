@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from metainfer.kernels import audit_cuda
+
 _DOT = re.compile(r"tt\.dot .*: tensor<\d+x(\d+)x\w+, #ttg\.dot_op<\{[^}]*kWidth = (\d+)")
 _MMA = re.compile(r"\b((?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*)")
 
@@ -34,6 +36,8 @@ def main() -> None:
 
 def build(job: dict[str, Any]) -> dict[str, Any]:
     """Compile one variant for one target and read what the tools say about it."""
+    if "function" in job:
+        return audit_cuda.build(job)
     import triton
     from triton.backends.compiler import GPUTarget
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from metainfer.core.digest import canonical_json
+from metainfer.kernels.cubin import Source
 
 _IMPORTED = re.compile(
     rb"^from (metainfer\.ops\.[\w.]*\b(?:triton\w*|tiles|sorting)) import", re.MULTILINE
@@ -28,13 +29,15 @@ class Variant:
     """`impl`: implementation id it belongs to. `kernel`: ``module:function``. `shape`, `dtype`: of
     the request that leads here, so that the implementation's conditions can be asked. `mma`: the
     kind of matrix instruction that must appear (``""`` for none). `spill_bytes`: the most that is
-    explained, see `why`. `targets`: the only ones that choose it; empty for all.
+    explained, see `why`. `targets`: the only ones that choose it; empty for all. `cuda`: the source
+    of a kernel in CUDA C++, whose function `kernel` names; it is launched with `shared_bytes` of
+    dynamic shared memory.
     """
 
     impl: str
     name: str
     kernel: str
-    args: Mapping[str, str | int | bool]
+    args: Mapping[str, str | int | bool] = field(default_factory=dict)
     warps: int
     stages: int = 3
     dtype: str = "bfloat16"
@@ -43,6 +46,8 @@ class Variant:
     spill_bytes: int = 0
     why: str = ""
     targets: tuple[str, ...] = ()
+    cuda: Source | None = None
+    shared_bytes: int = 0
 
     def serves(self, target: str) -> bool:
         """Whether a card of this target would run this variant."""
@@ -50,6 +55,9 @@ class Variant:
 
     def source(self) -> str:
         """Hash of the kernel's file, of its tiles and all it imports, and of this variant."""
+        if self.cuda is not None:
+            spec = canonical_json([self.kernel, self.cuda.digest(), self.shared_bytes])
+            return hashlib.sha256(spec.encode()).hexdigest()[:16]
         path = _file(self.kernel.partition(":")[0])
         files = dict.fromkeys((path, path.with_name("tiles.py"), *_taken(path)))
         text = b"".join(file.read_bytes() for file in files if file.exists())

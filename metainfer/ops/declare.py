@@ -95,6 +95,12 @@ def compiled_c(op: str, load: str, **more: Any) -> Impl:
     return _impl(op, load, "c", base | more)
 
 
+def compiled_cuda(op: str, load: str, **more: Any) -> Impl:
+    """A kernel in CUDA C++, compiled at its first call (`kernels.cubin`). That there is a compiler
+    and what it makes is right is for qualification."""
+    return _impl(op, load, "cuda", {"graph_safe": True} | more)
+
+
 def portable(op: str, load: str, **more: Any) -> Impl:
     """Torch's own operators, on host and card alike."""
     base = {

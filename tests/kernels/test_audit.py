@@ -11,7 +11,7 @@ import pytest
 from machines import host
 
 from metainfer.core.errors import UsageError
-from metainfer.kernels import audit
+from metainfer.kernels import audit, audit_cuda, cubin
 from metainfer.kernels.audit import (
     DEFAULT_TARGETS,
     TARGETS,
@@ -35,16 +35,17 @@ REGISTRY, VARIANTS = builtin_registry(), all_variants()
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 PAIRS = [(v, t) for v in VARIANTS for t in DEFAULT_TARGETS if v.serves(t)]
 IMPLS = {impl.id: impl for impl in REGISTRY.impls()}
-BUILT = [(v, t) for v, t in PAIRS if refusal(IMPLS[v.impl], v, t).accepted]
+CUDA = [variant for variant in VARIANTS if variant.cuda is not None]
+BUILT = [(v, t) for v, t in PAIRS if not v.cuda and refusal(IMPLS[v.impl], v, t).accepted]
 SIDE = Path(__file__).parents[2] / ".cache"
 RELEASES = {name: SIDE / f"triton-{name}" for name in ("3.6.0", "3.7.1")}
 FINE = {"ok": True, "shared_bytes": 0, "registers": 9, "spill_bytes": 0, "mma": [], "compiler": "x"}
 
 
 def test_variants_are_complete() -> None:
-    """Every kernel implementation in Triton is audited, under names used once."""
-    triton = {impl.id for impl in REGISTRY.impls() if impl.provider == "triton"}
-    assert {variant.impl for variant in VARIANTS} == triton
+    """Every kernel implementation in Triton or CUDA is audited, under names used once."""
+    ours = {impl.id for impl in REGISTRY.impls() if impl.provider in ("triton", "cuda")}
+    assert {variant.impl for variant in VARIANTS} == ours
     assert len(BY_NAME) == len(VARIANTS)
 
 
@@ -52,7 +53,7 @@ def test_manifest_holds_every_variant_and_target_of_the_present_source() -> None
     """Fails when a kernel was edited without `refresh_manifest`."""
     rows = {(b.kernel, b.target, b.compiler.split(",")[0]): b for b in load_manifest()}
     for variant, target in PAIRS:
-        for release in ("triton 3.6.0", "triton 3.7.1"):
+        for release in ("triton 3.6.0", "triton 3.7.1") if variant.cuda is None else ("nvcc 13.0",):
             found = rows.get((variant.name, target, release), rows.get((variant.name, target, "")))
             assert found is not None, (variant.name, target, release)
             assert found.source == variant.source(), variant.name
@@ -110,6 +111,39 @@ def test_changed_kernels_and_a_sample_rebuild_with_each_release(
         fresh = compile_kernel(variant, target, triton=RELEASES[release])
         assert fresh.compiler.startswith(f"triton {release},")
         _same(fresh)
+
+
+@pytest.mark.skipif(cubin.find_nvcc() is None, reason="no CUDA compiler here")
+def test_a_kernel_in_cuda_rebuilds_with_its_own_instruction(rng: random.Random) -> None:
+    (product,) = rng.sample([variant for variant in CUDA if variant.mma], 1)
+    built = compile_kernel(product, "sm_120")
+    _same(built)
+    assert built.spill_bytes == 0 and built.mma == (f"{product.mma}.ue8m0",)
+    assert built.shared_bytes == product.shared_bytes <= TARGETS["sm_120"][1]
+
+
+def test_a_cuda_source_hash_follows_files_and_sizes(tmp_path: Path) -> None:
+    variant = next(variant for variant in CUDA if variant.mma)
+    assert variant.cuda is not None
+    header = tmp_path / "cuda_ptx.h"
+    header.write_text("changed")
+    others = (
+        replace(variant, kernel="mx_other"),
+        replace(variant, shared_bytes=1),
+        replace(variant, cuda=replace(variant.cuda, headers=(header,))),
+        replace(variant, cuda=replace(variant.cuda, defines=("-DMX_M=8",))),
+    )
+    assert len({variant.source(), *(other.source() for other in others)}) == 5
+
+
+def test_without_nvcc_a_kernel_in_cuda_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cubin, "find_nvcc", lambda: None)
+    with pytest.raises(RuntimeError, match="nvcc, which was not found"):
+        audit_cuda.build({"function": "mx_up", "arch": "sm_120a"})
+    monkeypatch.setattr(cubin, "find_nvcc", lambda: "/bin/false")
+    job = {"function": "mx_up", "arch": "sm_120a", "defines": [], "file": "x", "shared": 0}
+    with pytest.raises(RuntimeError, match="nvcc ended with 1"):
+        audit_cuda.build(job)
 
 
 # ---- judgement -----------------------------------------------------------------------------------
@@ -247,7 +281,8 @@ def test_compiled_only_is_evidence_for_that_target_alone() -> None:
     }
     nowhere = evidence_for(host())
     assert Evidence.COMPILED not in nowhere.values()
-    assert all("/triton" in impl for impl in unseen)
+    assert all("/triton" in impl or "/cuda-" in impl for impl in unseen)
+    assert "moe_experts/cuda-mxf8f6f4" in unseen
 
 
 def test_list_kernels_rows() -> None:

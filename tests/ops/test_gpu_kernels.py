@@ -15,7 +15,7 @@ REGISTRY = builtin_registry()
 RUNS = [
     (impl, dtype)
     for impl in REGISTRY.impls()
-    if impl.provider in ("triton", "torch", "reference")
+    if impl.provider in ("triton", "cuda", "torch", "reference")
     for dtype in sorted(impl.dtypes - {"float64"})
 ]
 
@@ -31,7 +31,8 @@ def test_implementation_passes_on_this_card(impl: Impl, dtype: str, seed: int) -
         pytest.skip(f"no facts for {target}")
     facts = target_facts(target, {"triton": triton.__version__, "torch": torch.__version__})
     request = OpRequest(impl.op, impl.op, Phase.DECODE, dtype, {})
-    if any(r.code == "device" for c in impl.conditions for r in c(Context(request, facts)).reasons):
-        pytest.skip("not for cards")
+    reasons = [r for c in impl.conditions for r in c(Context(request, facts)).reasons]
+    if any(reason.code in ("device", "capability") for reason in reasons):
+        pytest.skip("not for this card")
     verdict = qualify(impl, dtype, "cuda", facts, REGISTRY, seed=seed)
     assert verdict.accepted, [reason.message for reason in verdict.reasons]

@@ -1,6 +1,7 @@
 """Variants of the MXFP4 expert kernels that are compiled for every target."""
 
 from metainfer.kernels.variant import Variant
+from metainfer.ops.moe_experts.cuda_tiles import MX_CHUNK, MX_STREAM, MxTile
 from metainfer.ops.moe_experts.sorting import (
     FEW_PAIRS,
     PLAN_ROWS,
@@ -172,6 +173,27 @@ def _combine(form: str) -> Variant:
     return _around(form, "triton_combine:combine_kernel", "combine", args)
 
 
+BLOCK_SCALED = (
+    "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e2m1.e4m3.f32"
+)
+
+
+def _native(name: str, tile: MxTile, kernel: str) -> Variant:
+    """On the cards of the instruction itself."""
+    product = kernel != "mx_round"
+    return Variant(
+        impl="moe_experts/cuda-mxf8f6f4",
+        name=f"experts-native-{name}{kernel.removeprefix('mx')}".replace("_", "-"),
+        kernel=kernel,
+        cuda=tile.source(),
+        warps=tile.warps,
+        shape={"rows": 8, **SHAPE},
+        mma=BLOCK_SCALED if product else "",
+        targets=("sm_120",),
+        shared_bytes=tile.shared_bytes() if product else 0,
+    )
+
+
 VARIANTS = (
     *(_wgmma("stream", WGMMA_STREAM, up) for up in (True, False)),
     *(_wgmma("chunk", WGMMA_CHUNK, up) for up in (True, False)),
@@ -191,4 +213,6 @@ VARIANTS = (
     *(around(form) for form in FORMS for around in (_count, _combine)),
     *(_stream(STREAM_WIDE, up, wide=True) for up in (True, False)),
     *(_chunk(CHUNK_WIDE, up, wide=True) for up in (True, False)),
+    *(_native("stream", MX_STREAM, kernel) for kernel in ("mx_round", "mx_up", "mx_down")),
+    *(_native("chunk", MX_CHUNK, kernel) for kernel in ("mx_round", "mx_up", "mx_down")),
 )

@@ -7,6 +7,7 @@ from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Layout, Numerics
 from metainfer.ops.declare import BLOCK_SCALED, ON_EITHER, PLAIN, portable, reference
 from metainfer.ops.linear.impls import stored_bytes
+from metainfer.ops.moe_experts.impls_cuda import IMPLS as CUDA_IMPLS
 from metainfer.ops.moe_experts.impls_triton import IMPLS as TRITON_IMPLS
 
 CLAMP = frozenset({"clamp"})
@@ -81,6 +82,7 @@ def _recipe(c: Context) -> float | None:
 
 IMPLS = (
     *TRITON_IMPLS,
+    *CUDA_IMPLS,
     portable(
         "moe_experts",
         "moe_experts.torch_experts:dense",

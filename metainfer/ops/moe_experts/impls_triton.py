@@ -32,7 +32,7 @@ BF16 = frozenset({"bfloat16"})
 MXFP4_BYTES = 0.5 + 1 / 32
 
 
-def _traffic(c: Context) -> float:
+def expert_traffic(c: Context) -> float:
     """Each touched expert once (rows choose evenly), activations and hidden values."""
     experts, picks = extent(c, "e"), extent(c, "rows") * extent(c, "top_k")
     touched = experts * (1 - (1 - 1 / experts) ** picks)
@@ -40,7 +40,7 @@ def _traffic(c: Context) -> float:
     return touched * 3 * d * f * MXFP4_BYTES + picks * (2 * d + 5 * f + 4 * d)
 
 
-def _operations(c: Context) -> float:
+def expert_operations(c: Context) -> float:
     return 6.0 * extent(c, "rows") * extent(c, "top_k") * extent(c, "d") * extent(c, "f")
 
 
@@ -78,7 +78,9 @@ IMPLS = (
         honours=CLAMP,
         native_when=(dot_type(E4M3),),
         numerics=Numerics.NATIVE,
-        cost=roofline(_traffic, _operations, launches=5, part=0.85, compute_part=0.3, element=E4M3),
+        cost=roofline(
+            expert_traffic, expert_operations, launches=5, part=0.85, compute_part=0.3, element=E4M3
+        ),
     ),
     triton(
         "moe_experts",
@@ -95,7 +97,9 @@ IMPLS = (
         honours=CLAMP,
         native_when=(dot_type(E4M3),),
         numerics=Numerics.NATIVE,
-        cost=roofline(_traffic, _operations, launches=5, part=0.45, compute_part=0.2, element=E4M3),
+        cost=roofline(
+            expert_traffic, expert_operations, launches=5, part=0.45, compute_part=0.2, element=E4M3
+        ),
     ),
     triton(
         "moe_experts",
@@ -108,7 +112,12 @@ IMPLS = (
         native_when=(),  # exact, and not the format's own instruction
         numerics=Numerics.NATIVE,
         cost=roofline(
-            _traffic, _operations, launches=5, part=0.3, compute_part=0.15, element="bfloat16"
+            expert_traffic,
+            expert_operations,
+            launches=5,
+            part=0.3,
+            compute_part=0.15,
+            element="bfloat16",
         ),
     ),
 )
