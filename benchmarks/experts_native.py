@@ -6,8 +6,8 @@ Without ``--software`` the card multiplies block-scaled elements itself (capabil
 a card of 8.9 or 9.0 stands in: 1 does the instruction in words, 2 by the FP8 product, whose
 registers hold elements in the same places. Then copies, places, scales, epilogues and calls are
 proven, the instruction is not, and no time is taken. Rows: shapes, judged by the norm of the error
-beside that of products in bfloat16 (`moe_experts/triton-bf16`) on the same inputs, then the op's
-cases. Writes ``experts_native.json`` after each row; exit status 1 when one is wrong.
+beside that of the published code's arithmetic on the same inputs, then the op's cases. Writes
+``experts_native.json`` after each row; exit status 1 when one is wrong.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from torch import Tensor
 from metainfer.formats.activation import activation_fp8
 from metainfer.ops.case import poisoned
 from metainfer.ops.catalog import builtin_registry, op_cases
-from metainfer.ops.moe_experts import mxfp4
 from metainfer.ops.moe_experts.cuda_experts import Mx, experts
 from metainfer.ops.qualify import run_case
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MOST = 1.02
-"""Times the other form's error; both round alike, their sums differ."""
+MOST = 1.25
+"""Times the published arithmetic's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +56,11 @@ class Shape:
 
 
 SHAPES = (
-    Shape(1, 1, 1, 256, 128, 0.0),
-    Shape(3, 5, 3, 512, 384, 1.0, busy=3, padding=1, shared=True),
-    Shape(40, 3, 2, 768, 640, 0.5, busy=2, padding=3, low=110, high=128),  # scales beyond 2^11
-    Shape(65, 1, 1, 256, 128, 10.0, lower=80),  # results near 2^-90
-    Shape(200, 4, 2, 1280, 1152, 10.0, busy=3, shared=True),
+    Shape(1, 4, 1, 256, 128, 0.0),
+    Shape(3, 4, 3, 512, 384, 1.0, busy=3, padding=1, shared=True),
+    Shape(40, 4, 2, 512, 640, 0.5, busy=2, padding=3, low=110, high=128),  # scales beyond 2^11
+    Shape(65, 4, 1, 256, 128, busy=1, lower=80),  # results near 2^-90
+    Shape(200, 4, 2, 1280, 1152, busy=3, shared=True),
     Shape(1, 256, 6, 4096, 2048),
     Shape(8, 256, 6, 4096, 2048),
     Shape(64, 32, 6, 4096, 256),
@@ -107,19 +106,27 @@ def dense(weight: Mx, first: int, rows: int) -> Tensor:
     return torch.where(nibbles > 7, -sizes, sizes) * step.repeat_interleave(32, -1)
 
 
-def truth(w: Work, s: Shape) -> Tensor:
-    """float64 between the recipe's roundings: e4m3 in 128s before both products."""
-    x = activation_fp8(w.x, 128).double()
-    out = torch.zeros(s.tokens, s.d, dtype=torch.float64, device="cuda")
+def recipe(w: Work, s: Shape, kind: torch.dtype) -> Tensor:
+    """float64: the truth between the recipe's roundings, e4m3 in 128s before both products.
+    float32: as published, what the products give rounded to bfloat16."""
+    x = activation_fp8(w.x, 128).to(kind)
+
+    def product(rows: Tensor, weight: Mx, first: int, count: int) -> Tensor:
+        found = rows @ dense(weight, first, count).to(kind).T
+        return found if kind == torch.float64 else found.bfloat16().to(kind)
+
+    out = torch.zeros(s.tokens, s.d, dtype=kind, device="cuda")
     for expert in sorted(set(w.ids.flatten().tolist()) - {-1}):
         token, slot = (w.ids == expert).nonzero(as_tuple=True)
-        gate, up = (x[token] @ dense(w.up, expert * 2 * s.f, 2 * s.f).T).chunk(2, -1)
+        gate, up = product(x[token], w.up, expert * 2 * s.f, 2 * s.f).chunk(2, -1)
         if s.limit:
             gate, up = gate.clamp(max=s.limit), up.clamp(-s.limit, s.limit)
-        hidden = F.silu(gate) * up * w.routes[token, slot].double()[:, None]
-        hidden = activation_fp8(hidden.bfloat16(), 128).double()
-        out.index_add_(0, token, hidden @ dense(w.down, expert * s.d, s.d).T)
-    return out if w.shared is None else out.bfloat16().double() + w.shared.double()
+        hidden = F.silu(gate) * up * w.routes[token, slot].to(kind)[:, None]
+        hidden = activation_fp8(hidden.bfloat16(), 128).to(kind)
+        out.index_add_(0, token, product(hidden, w.down, expert * s.d, s.d))
+    if w.shared is not None:
+        out = out.bfloat16().to(kind) + w.shared.to(kind)
+    return out if kind == torch.float64 else out.bfloat16()
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -128,19 +135,17 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def shape_row(s: Shape, software: int, seed: int) -> dict[str, Any]:
     w = drawn(s, seed)
-    given = (w.x, w.ids, w.routes)
     with poisoned():
         mine = experts(
-            *given, w.up, w.down, w.shared, experts=s.e, limit=s.limit, software=software
-        )
-    want = truth(w, s)
-    up, down = (mxfp4.prepare(m.elements, m.scales) for m in (w.up, w.down))
-    theirs = mxfp4.experts(*given, up, down, w.shared, experts=s.e, limit=s.limit, wide=True)
+            w.x, w.ids, w.routes, w.up, w.down, w.shared, experts=s.e, limit=s.limit,
+            software=software,
+        )  # fmt: skip
+    want, theirs = recipe(w, s, torch.float64), recipe(w, s, torch.float32)
     errors = error(mine, want), error(theirs, want)
     zero = mine[s.tokens - s.padding :] if s.padding and not s.shared else want[:0]
     right = errors[0] <= errors[1] * MOST and bool((zero == 0).all())
     named = dataclasses.asdict(s)
-    return {"shape": named, "error": errors[0], "other": errors[1], "right": right}
+    return {"shape": named, "error": errors[0], "published": errors[1], "right": right}
 
 
 def case_rows(software: int) -> Iterator[dict[str, Any]]:
