@@ -148,8 +148,9 @@ class Plan:
     all captured steps, in the order of capture. `overlap`: a captured step may be launched before
     the one ahead of it was read. `halves`: chunks of at least so many tokens are computed as two
     halves in turns; `shared_beside`: in steps of at most so many, the shared expert beside the
-    routed ones; 0: none. `adapters`: in the order of their places. `emulated`: which rank
-    of how many of which machine this is, where its peers are a stand-in;
+    routed ones; 0: none. `rounded_from`: from so many rows on, ranks round what they send to
+    experts that they share; 0: never. `adapters`: in the order of their places. `emulated`: which
+    rank of how many of which machine this is, where its peers are a stand-in;
     such a plan answers nothing."""
 
     model: ModelPlan
@@ -171,6 +172,7 @@ class Plan:
     overlap: bool
     halves: int
     shared_beside: int
+    rounded_from: int
     limits: Limits
     draft: DraftPlan
     ledger: tuple[LedgerRow, ...]

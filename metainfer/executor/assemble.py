@@ -87,7 +87,7 @@ def assemble(
         ranks=ranks,
     )
     beside = _use_adapters(model, arch, dtype, device)
-    _compute_beside(model, plan, device)
+    _tell(model, plan, device)
     phase("cache")
     store = KVStore(resolved.sizes, device)
     ops = OpTable(resolved.selection, trace)
@@ -145,8 +145,11 @@ def _use_threads(plan: Plan, device: torch.device) -> None:
         torch.set_num_threads(max(1, plan.threads // here))
 
 
-def _compute_beside(model: Any, plan: Plan, device: torch.device) -> None:
-    """Give the model a stream for what the plan computes beside something else."""
+def _tell(model: Any, plan: Plan, device: torch.device) -> None:
+    """Tell the model what the plan computes beside something else, with a stream for it, and from
+    how many rows on it rounds what it sends."""
     if plan.shared_beside:
         model.beside = CardSide(device) if device.type == "cuda" else IN_ORDER
         model.beside_rows = plan.shared_beside
+    if plan.rounded_from:
+        model.rounded_from = plan.rounded_from

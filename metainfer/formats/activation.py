@@ -28,6 +28,17 @@ def activation_fp8(x: Tensor, group: int = 128) -> Tensor:
     return _power_of_two(x, group, 448.0, E4M3_AMAX_FLOOR)
 
 
+def quantise_fp8(x: Tensor, group: int = 128) -> tuple[Tensor, Tensor]:
+    """`activation_fp8` before it is read back: (e4m3 [..., K], scales [..., K/group] float32).
+
+    The scale of a group that holds NaN or infinity is NaN.
+    """
+    scaled, scale, amax = _scaled(x, group, 448.0, E4M3_AMAX_FLOOR)
+    scale = torch.where(torch.isfinite(amax), scale, torch.nan)
+    codes = elements.e4m3_encode(scaled).flatten(-2)
+    return codes.view(torch.float8_e4m3fn), scale.squeeze(-1).float()
+
+
 def index_fp4(x: Tensor, group: int = 32) -> Tensor:
     """Indexer queries and keys [..., 128]: e2m1, scale 2^ceil(log2(amax/6)) per 32.
 
@@ -74,15 +85,19 @@ def _groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return blocks, blocks.abs().amax(dim=-1, keepdim=True)
 
 
-def _power_of_two(x: Tensor, group: int, largest: float, floor: float) -> Tensor:
+def _scaled(x: Tensor, group: int, largest: float, floor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(blocks over their scales, scales, amax), the last two [..., K/group, 1]."""
     blocks, amax = _groups(x, group)
-    # Infinity has no exponent to round; `_back` puts NaN there.
+    # Infinity has no exponent to round; whoever reads puts NaN there.
     bounded = torch.where(torch.isfinite(amax), amax, 0).clamp(min=floor)
-    exponent = elements.ceil_exponent(bounded, largest)
-    scale = elements.power_of_two(exponent, blocks.dtype)
-    scaled = (blocks / scale).nan_to_num(nan=0.0)
+    scale = elements.power_of_two(elements.ceil_exponent(bounded, largest), blocks.dtype)
+    return (blocks / scale).nan_to_num(nan=0.0), scale, amax
+
+
+def _power_of_two(x: Tensor, group: int, largest: float, floor: float) -> Tensor:
+    scaled, scale, amax = _scaled(x, group, largest, floor)
     if largest == 6.0:
-        rounded = elements.e2m1_decode(elements.e2m1_encode(scaled), blocks.dtype)
+        rounded = elements.e2m1_decode(elements.e2m1_encode(scaled), scaled.dtype)
     else:
         rounded = elements.e4m3_round(scaled)
     return _back(rounded * scale, amax, x)

@@ -115,7 +115,10 @@ class Impl:
     portable path (`COMPATIBLE`). `cost`: predicted seconds of one call, for ranking and for the
     slowdown column. `tile`: facts read from the same table that the kernel compiles from.
     `settings`: what its function may be launched with, for `tune kernels`; the first is what it
-    does by itself. `priority` breaks ties between equal costs, higher first. `library`: whose
+    does by itself. `rounds`: ``module:function`` of rows and weight that does what it does to rows
+    first; it takes the result for them, so ranks may send that. Empty: it takes rows as they are.
+    `copies`: bytes of caches that a chunk's call copies at most, for the memory ledger.
+    `priority` breaks ties between equal costs, higher first. `library`: whose
     kernel it is, by its name in `Facts.software`; such a one is proven in a child process only,
     and again with another version.
     """
@@ -135,6 +138,8 @@ class Impl:
     cost: Callable[[Context], float | None] | None = None
     tile: Mapping[str, int] = field(default_factory=dict)
     settings: Callable[[Context], tuple[Setting, ...]] | None = None
+    rounds: str = ""
+    copies: Callable[[Context], int] | None = None
     priority: int = 0
     library: str = ""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from metainfer.core.errors import InternalError
 from metainfer.core.step import Phase
+from metainfer.kernels.impl import resolve_attribute
 from metainfer.kernels.select import Choice, Selection
 
 OPS = (
@@ -102,7 +103,7 @@ class PhaseOps:
     sites is the attribute itself; otherwise the attribute refuses and `at` must be used.
     """
 
-    __slots__ = ("_impls", "_sites", "phase", *OPS)
+    __slots__ = ("_impls", "_rounds", "_sites", "phase", *OPS)
 
     embed: Function
     rmsnorm: Function
@@ -140,6 +141,11 @@ class PhaseOps:
         self.phase = phase
         self._sites = {site: function for site, (_, function) in functions.items()}
         self._impls = {site: choice.impl.id for site, (choice, _) in functions.items()}
+        self._rounds = {
+            site: resolve_attribute(choice.impl.rounds)
+            for site, (choice, _) in functions.items()
+            if choice.impl.rounds
+        }
         for op in OPS:
             sites = [site for site, (choice, _) in functions.items() if choice.request.op == op]
             if sites:
@@ -154,6 +160,11 @@ class PhaseOps:
                 f"no op was selected at {site!r} in {self.phase}; there is: {listed}"
             )
         return function
+
+    def rounding(self, site: str) -> Function | None:
+        """What the function at `site` does to rows, beside its weight, before anything else; it
+        takes the result for them. None: it takes rows as they are."""
+        return self._rounds.get(site)
 
     def impl(self, site: str) -> str:
         """Implementation id at `site`."""

@@ -139,4 +139,6 @@ def thread_settings(context: Context) -> tuple[Setting, ...]:
 
 
 def _impl(op: str, load: str, provider: str, fields: dict[str, Any]) -> Impl:
+    if "rounds" in fields:
+        fields["rounds"] = f"metainfer.ops.{fields['rounds']}"
     return Impl(op=op, load=f"metainfer.ops.{load}", provider=provider, **fields)

@@ -139,6 +139,13 @@ def test_this_rank_s_experts_get_just_the_mean_load(
             assert len(set(row)) == top
 
 
+def test_bytes_are_this_rank_s_own() -> None:
+    """Rows that were rounded: no number of theirs becomes NaN."""
+    x = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    found = run(Op.ALL_GATHER, x, 4, experts=256)
+    assert torch.equal(found.view(8, 128), x.repeat(4, 1))
+
+
 def test_a_sum_has_something_in_every_row_and_is_the_same_each_time() -> None:
     x = torch.zeros(3, 64)
     first, again = run(Op.ALL_REDUCE, x, 4), run(Op.ALL_REDUCE, x, 4)

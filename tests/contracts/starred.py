@@ -173,6 +173,7 @@ HEAVY = (
     "ops.moe_experts.layouts",
     "ops.moe_experts.mxfp4",
     "ops.moe_experts.plan",
+    "ops.moe_experts.rounded",
     "ops.rope.tables",
     "ops.sample.draw",
     "ops.sample.inputs",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,9 +17,10 @@ from metainfer.formats.blocks import FORMATS
 from metainfer.formats.quant import RawTensor
 from metainfer.ops.linear import stored
 from metainfer.ops.linear.packed import PackedWeight
+from metainfer.ops.linear.rounding import round_activations
 from metainfer.ops.moe_experts import torch_experts
 from metainfer.ops.moe_experts.layouts import pack_dense, pack_stored
-from metainfer.ops.moe_experts.ref import moe_experts
+from metainfer.ops.moe_experts.ref import moe_experts, moe_experts_rounded
 from metainfer.ops.moe_route import ref as route_ref
 from metainfer.ops.moe_route import torch_route
 
@@ -120,6 +123,45 @@ def test_dense_is_the_reference(
 
 def held(matrix: Tensor) -> PackedWeight:
     return PackedWeight("experts-dense@1", (matrix.shape[0], matrix.shape[1]), {"weight": matrix})
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(["mxfp4", "fp8_32"]), st.integers(0, 5), st.integers(1, 150),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.booleans(),
+    st.integers(0, 2**20),
+)  # fmt: skip
+def test_rows_that_come_rounded_give_the_same_bits(
+    name: str, rows: int, d: int, dtype: torch.dtype, broken: bool, seed: int
+) -> None:
+    """Widths below, at and above a group; a group with NaN or infinity; what they read back as."""
+    d = 2 * d
+    x = (noise(seed, rows, d) * torch.exp2(8 * noise(seed + 1, rows, d))).to(dtype)
+    if broken and rows:
+        x[0, 0], x[-1, -1] = NAN, float("inf")
+    ids, weights = routing(seed, rows, 3, 2)
+    up, down = block_experts(name, 3, d, 32, seed)
+    w13, w2 = pack_stored(up, dtype=dtype), pack_stored(down, dtype=dtype)
+    sent = torch_experts.rounded(x, w13)
+    assert sent.elements.dtype == torch.float8_e4m3fn and sent.shape == x.shape
+    group = 32 if name == "fp8_32" else 128
+    assert torch.equal(as_bytes(sent.read()), as_bytes(round_activations(x, group)))
+    for experts in (torch_experts.recipe, moe_experts_rounded):
+        if experts is moe_experts_rounded:
+            w13, w2 = (as_held(each, dtype) for each in (w13, w2))
+        found, given = (experts(each, ids, weights, w13, w2, limit=1.0) for each in (sent, x))
+        assert found.dtype == dtype and torch.equal(as_bytes(found), as_bytes(given))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Bits, but for the sign and payload of NaN."""
+    return torch.where(x.isnan(), torch.zeros_like(x), x).view(torch.uint8)
+
+
+def as_held(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+    """Experts as stored, read into `dtype` for the reference."""
+    matrix = torch.cat([stored.part(weight, i) for i in range(len(weight.parts))]).to(dtype)
+    return replace(held(matrix), format=weight.format)
 
 
 def test_experts_that_nobody_chose_are_not_decoded(

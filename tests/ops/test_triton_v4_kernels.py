@@ -19,9 +19,9 @@ CHILD = Path(__file__).with_name("triton_v4_child.py")
 RUNS = (
     "stream", "stream-splits", "chunk", "quantise", "quantise-nan", "plan", "sorted-plan",
     "sorted-bounds", "combine",
-    "experts-hidden", "experts-forms", "prepare", "attention", "attention-splits",
-    "attention-sliced", "decoded-pages", "decoded-attention", "scaled-attention", "e4m3",
-    "quantise-wide", "linear-wide", "experts-wide",
+    "experts-hidden", "experts-forms", "experts-rounded", "prepare", "attention",
+    "attention-splits", "attention-sliced", "decoded-pages", "decoded-attention",
+    "scaled-attention", "e4m3", "quantise-wide", "linear-wide", "experts-wide",
 )  # fmt: skip
 
 

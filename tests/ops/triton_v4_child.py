@@ -40,6 +40,7 @@ from metainfer.ops.linear.fp8 import chunk, quantise, stream
 from metainfer.ops.linear.tiles import ChunkTile, StreamTile
 from metainfer.ops.moe_experts import mxfp4
 from metainfer.ops.moe_experts.plan import planned, sorted_bounds, sorted_plan
+from metainfer.ops.moe_experts.rounded import Rounded
 from metainfer.ops.moe_experts.tiles import Tile
 from metainfer.ops.moe_experts.triton_combine import combine_kernel
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
@@ -284,6 +285,35 @@ def run_experts_forms() -> float:
     return off(few, many.double())
 
 
+def run_experts_rounded() -> float:
+    """Rows that come rounded: not a bit differs, in either form; read back they are the rows."""
+    up, down = (
+        mxfp4.prepare(part.data, part.scale)
+        for part in (
+            encode(normal(G, E * 2 * WIDTH, D) * D**-0.5, FORMATS["mxfp4"]),
+            encode(normal(G, E * D, WIDTH) * WIDTH**-0.5, FORMATS["mxfp4"]),
+        )
+    )
+    x, ids, routes = grid(7, D), choose(7, 2, E), torch.rand(7, 2, generator=G)
+    sent = Rounded(*quantise(x, mixed=True), x.dtype, mixed=True)
+    wrong = int((sent.read() != x).sum())
+    for chunked in (False, True):
+        with poisoned():
+            found, given = (
+                mxfp4.experts(
+                    rows, ids, routes, up, down, experts=E, tile=Tile(64, 16, 4, 2),
+                    chunked=chunked,
+                )
+                for rows in (x, sent)
+            )  # fmt: skip
+        wrong += int((found != given).sum()) + int(not found.abs().sum() > 0)
+    (*mine, _, table), (*theirs, _, same) = (planned(rows, ids, E, 4) for rows in (x, sent))
+    for one, other in zip(mine, theirs, strict=True):
+        wrong += int((one.float() != other.float()).sum())
+    live = table[:, 2] > 0
+    return float(wrong + int((table[live] != same[live]).sum() + (same[~live, 2] != 0).sum()))
+
+
 def run_experts_wide() -> float:
     """What rounding decides differently after float32 sums is a step of one hidden value."""
     worst = 0.0
@@ -438,6 +468,7 @@ RUNS: dict[str, Callable[[], float]] = {
     "e4m3": run_e4m3,
     "quantise-wide": run_quantise_wide,
     "linear-wide": run_linear_wide,
+    "experts-rounded": run_experts_rounded,
     "experts-wide": run_experts_wide,
     "prepare": run_prepare,
     "attention": run_attention,

@@ -5,6 +5,7 @@ What peers bring, so that a step stays of its usual kind (no answer of it means 
 * to a sum: one fixed sample of noise, `NOISE_STD` wide, the same for every message; to counts: what
   this rank counted;
 * to rows or columns of numbers: this rank's own, turned by ``p / N`` of a row for peer p;
+* to rows of bytes: this rank's own;
 * to rows of expert ids: this rank's own, ``p / N`` of the experts further on, so that its own
   experts get just the mean load.
 
@@ -139,7 +140,7 @@ def _gathered(given: Tensor, out: Tensor, world: int, experts: int) -> None:
     parts = out.view(world, *given.shape)
     if not given.is_floating_point():
         parts.copy_(given.expand(world, *given.shape))
-        if experts:
+        if experts and given.dtype != torch.uint8:
             ahead = torch.arange(world, dtype=given.dtype, device=given.device) * experts // world
             parts.add_(ahead.view(world, *[1] * given.dim())).remainder_(experts)
         return

@@ -28,10 +28,12 @@ from metainfer.models.common.dealt import Dealt
 from metainfer.models.common.ends import Ends
 from metainfer.models.common.inputs import SegmentInputs
 from metainfer.models.common.lanes import Lane, alone
+from metainfer.models.common.meeting import send_rounded, send_rows
 from metainfer.models.common.spread import Part
 from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
 from metainfer.models.deepseek_v4.layer import Layer, read_layer
 from metainfer.ops.linear.packed import PackedWeight
+from metainfer.ops.moe_experts.rounded import Rows
 
 Caches = Mapping[str, Any]
 
@@ -47,7 +49,8 @@ class Hidden:
 class DeepSeekV4Model:
     """Holds weights; `forward` runs one segment, `logits` the head. `parts`: see `for_prompts`.
     `beside`: where the shared expert of at most `beside_rows` rows is computed meanwhile; that of
-    more is computed ahead of the routed ones."""
+    more is computed ahead of the routed ones. `rounded_from`: from so many rows on, what domains
+    send to the experts is rounded first where those take it so; 0: never."""
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class DeepSeekV4Model:
     ) -> None:
         self.arch, self.ranks, self.dealt = arch, ranks, Dealt(ranks.shards)
         self.beside: Side = IN_ORDER
-        self.beside_rows = 0
+        self.beside_rows = self.rounded_from = 0
         words = ranks.prompts if len(parts) > 1 else ranks.tensor
         ends = (packed["embed"], packed["lm_head"], arch.vocab_size)
         self.ends = Ends(*ends, words, apart=bool(parts))
@@ -79,7 +82,7 @@ class DeepSeekV4Model:
         """The same model for chunks whose rows ranks share: over the same tables, and weights that
         include `parts`, one of each rank that decodes share, in rank order."""
         packed = {"embed": self.ends.embed, "lm_head": self.ends.head}
-        return DeepSeekV4Model(
+        found = DeepSeekV4Model(
             self.arch,
             {**parts[0][0], **packed},
             parts[0][1],
@@ -87,6 +90,8 @@ class DeepSeekV4Model:
             ranks.of_prompts(),
             parts,
         )
+        found.rounded_from = self.rounded_from
+        return found
 
     @property
     def table_bytes(self) -> int:
@@ -391,11 +396,14 @@ class DeepSeekV4Model:
     ) -> Lane[Tensor]:
         """The tokens of all domains meet at the experts; the shared one is computed meanwhile."""
         domains, expert = self.ranks.domains, self.ranks.expert
-        gathered = [domains.start_rows(part) for part in (x, ids, weights)]
+        rounds = ops.rounding("moe_experts")
+        if rounds is not None and 0 < self.rounded_from <= x.shape[0]:
+            arriving = send_rounded(domains, rounds(x, layer.w13), ids, weights)
+        else:
+            arriving = send_rows(domains, x, ids, weights)
         shared = self._start_sum(self._shared(x, layer, ops))
         yield
-        x, ids, weights = (part.wait() for part in gathered)
-        routed = self._routed(x, ids, weights, None, layer, ops)
+        routed = self._routed(*arriving(), None, layer, ops)
         # This domain's rows of what all ranks computed for the tokens of all domains.
         every = expert.size != domains.size
         summed = (expert.start_sum if every else expert.start_sum_rows)(routed)
@@ -416,7 +424,7 @@ class DeepSeekV4Model:
 
     def _routed(
         self,
-        x: Tensor,
+        x: Rows,
         ids: Tensor,
         weights: Tensor,
         shared: Tensor | None,

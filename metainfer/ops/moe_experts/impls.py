@@ -111,6 +111,7 @@ IMPLS = (
         numerics=Numerics.NATIVE,
         graph_safe=False,
         cost=_recipe,
+        rounds="moe_experts.torch_experts:rounded",
     ),
     reference(
         "moe_experts",

@@ -81,6 +81,7 @@ IMPLS = (
         cost=roofline(
             expert_traffic, expert_operations, launches=5, part=0.85, compute_part=0.3, element=E4M3
         ),
+        rounds="moe_experts.mxfp4:rounded",
     ),
     triton(
         "moe_experts",
@@ -100,6 +101,7 @@ IMPLS = (
         cost=roofline(
             expert_traffic, expert_operations, launches=5, part=0.45, compute_part=0.2, element=E4M3
         ),
+        rounds="moe_experts.mxfp4:rounded",
     ),
     triton(
         "moe_experts",

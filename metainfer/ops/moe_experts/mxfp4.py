@@ -16,6 +16,7 @@ from metainfer.ops.linear.fp8 import capability, quantise, wide_type
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.moe_experts.choice import portable_for, wgmma_for
 from metainfer.ops.moe_experts.plan import planned, sorted_bounds
+from metainfer.ops.moe_experts.rounded import Rounded, Rows
 from metainfer.ops.moe_experts.sorting import blocks_of
 from metainfer.ops.moe_experts.tiles import (
     FEW_SLOTS,
@@ -70,7 +71,7 @@ def prepare(data: Tensor, scale: Tensor) -> Mx:
 
 
 def experts(
-    x: Tensor,
+    x: Rows,
     ids: Tensor,
     routes: Tensor,
     up: Mx,
@@ -89,7 +90,7 @@ def experts(
     """
     (tokens, d), top = x.shape, ids.shape[1]
     f = up.words.shape[0] // (2 * experts)
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
     pairs = tokens * top
@@ -107,7 +108,7 @@ def experts(
 
 
 def _by_table(
-    x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
+    x: Rows, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
     tile: TableTile, few: bool,
 ) -> Tensor:  # fmt: skip
     (tokens, d), top, device = x.shape, ids.shape[1], x.device
@@ -142,8 +143,15 @@ def _product(
         )  # fmt: skip
 
 
+def _entering(x: Rows, wide: bool) -> tuple[Tensor, Tensor]:
+    """What the first product reads of x: elements, and scales [T, D / 128]."""
+    if isinstance(x, Rounded):
+        return x.elements, x.scales
+    return quantise(x, mixed=True, wide=wide)
+
+
 def _stream(
-    x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
+    x: Rows, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
     tile: Tile | None, wide: bool,
 ) -> Tensor:  # fmt: skip
     (tokens, d), top, device = x.shape, ids.shape[1], x.device
@@ -152,7 +160,7 @@ def _stream(
     slots = max(16, triton.next_power_of_2(pairs))
     hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
     y = torch.empty((pairs, d), dtype=torch.float32, device=device)
-    values, scales = quantise(x, mixed=True, wide=wide)
+    values, scales = _entering(x, wide)
     kind, eight = wide_type(device), device.type == "cuda" and not wide
     stream_up_kernel[(2 * f // tile.n, pairs)](
         values, scales, ids, routes, up.words, up.scales, up.refs, hidden,
@@ -169,7 +177,7 @@ def _stream(
 
 
 def _chunk(
-    x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
+    x: Rows, ids: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float, experts: int, f: int,
     tile: Tile | None, wide: bool,
 ) -> Tensor:  # fmt: skip
     (tokens, d), top, device = x.shape, ids.shape[1], x.device
@@ -179,7 +187,7 @@ def _chunk(
     blocks = blocks_of(pairs, experts, tile.m)
     hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
     y = torch.empty((pairs, d), dtype=x.dtype, device=device)
-    q, scales = quantise(x, mixed=True, wide=wide)
+    q, scales = _entering(x, wide)
     kind, eight = wide_type(device), device.type == "cuda" and not wide
     chunk_up_kernel[(2 * f // tile.n, blocks)](
         q, scales, order, tiles, bounds, routes, up.words, up.scales, up.refs, hidden,
@@ -214,7 +222,7 @@ def _packed(weight: PackedWeight) -> Mx:
 
 
 def wgmma(
-    x: Tensor,
+    x: Rows,
     ids: Tensor,
     weights: Tensor,
     w13: PackedWeight,
@@ -232,7 +240,7 @@ def wgmma(
 
 
 def portable(
-    x: Tensor,
+    x: Rows,
     ids: Tensor,
     weights: Tensor,
     w13: PackedWeight,
@@ -243,9 +251,14 @@ def portable(
 ) -> Tensor:
     """See `ref.moe_experts_rounded`; ``experts-stored@1`` in MXFP4, any card with e4m3."""
     up, down, tile = _packed(w13), _packed(w2), None
-    if x.is_cuda and up.eight and down.eight:
+    if x.device.type == "cuda" and up.eight and down.eight:
         tile = portable_for(ids.numel(), len(w2.parts))
     return _call(x, ids, weights, up, down, w2, shared, limit, tile)
+
+
+def rounded(x: Tensor, w13: PackedWeight) -> Rounded:
+    """What `wgmma` and `portable` do to x [T, D] first, for ranks that send it."""
+    return Rounded(*quantise(x, mixed=True), x.dtype, mixed=True)
 
 
 def wide(
@@ -263,7 +276,7 @@ def wide(
 
 
 def _call(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Mx, down: Mx, w2: PackedWeight,
+    x: Rows, ids: Tensor, weights: Tensor, up: Mx, down: Mx, w2: PackedWeight,
     shared: Tensor | None, limit: float, tile: TableTile | None, *,
     wide: bool = False,
 ) -> Tensor:  # fmt: skip

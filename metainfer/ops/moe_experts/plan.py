@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from metainfer.ops.linear.fp8 import quantise
+from metainfer.ops.moe_experts.rounded import Rounded, Rows
 from metainfer.ops.moe_experts.sorting import (
     PLAN_ROWS,
     SLOTS,
@@ -21,11 +22,13 @@ from metainfer.ops.moe_experts.sorting import (
 from metainfer.ops.moe_experts.triton_sort import count_kernel, plan_kernel, sort_kernel
 
 
-def planned(x: Tensor, ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def planned(x: Rows, ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(q, scales) of `quantise` in mixed order, (order, table) of `sorted_plan`.
 
     x [T, D], ids [T, k] int32. One launch where the pairs are few.
     """
+    if isinstance(x, Rounded):
+        return x.elements, x.scales, *sorted_plan(ids, experts, m)
     (tokens, d), pairs, device = x.shape, ids.numel(), x.device
     slots = plan_of(pairs)
     if not slots:

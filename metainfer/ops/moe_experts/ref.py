@@ -11,10 +11,11 @@ from metainfer.ops.activation.ref import swiglu_clamp
 from metainfer.ops.common import wide
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.rounding import activation_group, round_activations
+from metainfer.ops.moe_experts.rounded import Rows, as_read
 
 
 def moe_experts(
-    x: Tensor,
+    x: Rows,
     ids: Tensor,
     weights: Tensor,
     w13: PackedWeight,
@@ -25,15 +26,16 @@ def moe_experts(
 ) -> Tensor:
     """``sum_k w2[e] (weights_k * h_e(x))``, e = ids_k: [T, D] in x's dtype.
 
-    x [T, D]; ids [T, k] int32, -1 for none; weights [T, k] float32; w13 ``experts-dense@1``
-    [E 2F, D], gate rows of an expert before its up rows; w2 [E D, F]. Experts without a token are
-    not touched. `shared` [T, D], what the shared expert gives, is added to the rounded sum.
+    x [T, D], or the same as `Rounded`; ids [T, k] int32, -1 for none; weights [T, k] float32; w13
+    ``experts-dense@1`` [E 2F, D], gate rows of an expert before its up rows; w2 [E D, F]. Experts
+    without a token are not touched. `shared` [T, D], what the shared expert gives, is added to the
+    rounded sum.
     """
     return with_shared(_experts(x, ids, weights, w13, w2, limit, lambda rows: rows), shared)
 
 
 def moe_experts_rounded(
-    x: Tensor,
+    x: Rows,
     ids: Tensor,
     weights: Tensor,
     w13: PackedWeight,
@@ -56,7 +58,7 @@ def with_shared(routed: Tensor, shared: Tensor | None) -> Tensor:
 
 
 def _experts(
-    x: Tensor,
+    x: Rows,
     ids: Tensor,
     weights: Tensor,
     w13: PackedWeight,
@@ -67,7 +69,7 @@ def _experts(
     d, f = w13.shape[1], w2.shape[1]
     up_rows = w13.data["weight"].view(-1, 2 * f, d)  # [E, 2F, D]
     down_rows = w2.data["weight"].view(-1, d, f)  # [E, D, F]
-    rows = entering(wide(x))
+    rows = entering(wide(as_read(x)))
     out = torch.zeros_like(rows)
     for expert in range(up_rows.shape[0]):
         token, slot = (ids == expert).nonzero(as_tuple=True)

@@ -17,6 +17,7 @@ from metainfer.ops.common import wide
 from metainfer.ops.linear.packed import PackedWeight
 from metainfer.ops.linear.rounding import activation_group, round_activations
 from metainfer.ops.linear.stored import part
+from metainfer.ops.moe_experts.rounded import Rounded, Rows, as_read, rounded_rows
 
 Product = Callable[[Tensor, int], Tensor]
 
@@ -71,7 +72,7 @@ def static(
 
 
 def recipe(
-    x: Tensor,
+    x: Rows,
     ids: Tensor,
     weights: Tensor,
     w13: PackedWeight,
@@ -82,8 +83,7 @@ def recipe(
 ) -> Tensor:
     """See `ref.moe_experts_rounded`; ``experts-stored@1``. float32 (float64) throughout, but for
     what is rounded to e4m3 before a product."""
-    assert w13.format is not None
-    group = activation_group(w13.format)
+    x, group = as_read(x), _group(w13)
     kind = wide(x).dtype
 
     def up(rows: Tensor, expert: int) -> Tensor:
@@ -95,6 +95,16 @@ def recipe(
 
     entering = round_activations(wide(x), group)
     return _joined(_experts(x, entering, ids, weights, up, down, limit), shared)
+
+
+def rounded(x: Tensor, w13: PackedWeight) -> Rounded:
+    """What `recipe` does to x [T, D] first, for ranks that send it."""
+    return rounded_rows(x, _group(w13))
+
+
+def _group(w13: PackedWeight) -> int:
+    assert w13.format is not None
+    return activation_group(w13.format)
 
 
 def _joined(routed: Tensor, shared: Tensor | None) -> Tensor:

@@ -1,0 +1,52 @@
+"""What domains send to experts that they share, as the plan says it: rounded where kernels take it
+so, as it is elsewhere, with the reason of each phase."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from test_lanes import said
+from test_spread_contexts import planned
+
+from metainfer.core.ledger import DecisionLedger, Origin
+from metainfer.core.plan import LayoutPlan
+from metainfer.core.step import Phase
+from metainfer.kernels.select import Selection
+from metainfer.planner.dispatch import LEAST, rounded_from, takes_rounded
+
+V4 = "random:deepseek-v4-flash?layers=4"
+
+
+def test_experts_that_round_first_are_sent_rounded_rows() -> None:
+    found = planned(V4, "2x-h200-nop2p", context=8192, parallel="ep2")
+    assert found.plan.rounded_from == LEAST
+    assert said(found, "rounded_from") == (LEAST, Origin.SEED, [])
+    assert takes_rounded(found.selection, Phase.CHUNK)
+    whole, ledger = found.selection, DecisionLedger()
+    choices = tuple(
+        replace(each, impl=replace(each.impl, rounds=""))
+        if each.request.op == "moe_experts" and each.request.phase is Phase.DECODE
+        else each
+        for each in whole.bundle.choices
+    )
+    mixed: Selection = replace(whole, bundle=replace(whole.bundle, choices=choices))
+    assert rounded_from(found.plan.layouts[0], mixed, ledger) == LEAST
+    assert [loser.value for loser in ledger["rounded_from"].losers] == ["rounded@decode"]
+    assert takes_rounded(mixed, Phase.CHUNK) and not takes_rounded(mixed, Phase.DECODE)
+    for name, layout, value in (
+        ("tp2", LayoutPlan(name="tp2", tensor=2), 0),
+        ("tp2ep2", LayoutPlan(name="tp2ep2", tensor=2, expert=2), 0),
+        ("tp2ep4", LayoutPlan(name="tp2ep4", tensor=2, data=2, expert=4), LEAST),
+        ("cp2/tp2ep2", LayoutPlan(name="cp2/tp2ep2", tensor=2, expert=2, prefill=2), LEAST),
+    ):
+        assert rounded_from(layout, whole, DecisionLedger()) == value, name
+
+
+def test_kernels_that_take_rows_as_they_are_say_so_by_phase() -> None:
+    """Cards without e4m3 multiply in bfloat16."""
+    found = planned(V4, "8x-a800-pcie", context=8192, parallel="dp8ep8")
+    phases = {key.partition("@")[2] for key in found.plan.ops if key.startswith("moe_experts@")}
+    assert said(found, "rounded_from") == (0, Origin.DERIVED, ["rows"] * len(phases))
+    (told,) = (each for each in found.plan.decisions if each.key == "rounded_from")
+    assert {loser.value for loser in told.losers} == {f"rounded@{phase}" for phase in phases}
+    assert "moe_experts/triton-bf16 takes rows as they are" in told.losers[0].reasons[0].message
