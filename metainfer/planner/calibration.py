@@ -4,7 +4,8 @@
 a at least f, fitted to relative errors; times a ratio over the rows of a step, interpolated between
 those that were measured, for what the line misses (a kernel that changes its tile). Few samples do
 not carry four coefficients: then a phase has those that bound it, bytes where it decodes and FLOPs
-where it computes prompts. Collectives are added as modelled: they are not part of a fit.
+where it computes prompts (a = f: prompts of a few lengths cannot tell the two apart). Collectives
+are added as modelled: they are not part of a fit.
 
 The band is honest about rows that were not measured: every sample is predicted from the others, and
 the largest error so found is its half width, never below `LEAST_BAND`.
@@ -225,7 +226,7 @@ def fit(samples: Sequence[Sample]) -> PhaseFit:
     allowed: tuple[int, ...] = (0, 1, 2, 3)
     if len(samples) < ENOUGH_SAMPLES:
         decodes = samples[0].phase in (Phase.DECODE, Phase.VERIFY, Phase.DRAFT)
-        allowed = (1, 0) if decodes else (2, 3, 0)
+        allowed = (1, 0) if decodes else (2, 0)
     found = [0.0] * len(columns)
     for column, value in zip(
         allowed, not_negative([weighted[i] for i in allowed], [1.0] * len(samples)), strict=True

@@ -192,6 +192,20 @@ def test_recorded_rows_within_15_percent_from_the_others(model: str) -> None:
             assert error <= 0.15, (row, f"{error:.1%}")
 
 
+def test_few_prompts_do_not_make_products_free() -> None:
+    """Fitted apart, all of four lone prompts went to attention, and a chunk of four short ones cost
+    0.7 of one long one; over two cards it was 0.96."""
+    lone = [
+        each
+        for row, each in recorded(V4)
+        if row.startswith("prefill") and each.amounts.rows <= 8192 and "16384" not in row
+    ]
+    assert len(lone) == 4
+    cost, price = cost_on_h200(V4, 8192), fit(lone)
+    short, long = cost.prefill(8192, 2048), cost.prefill(8192, 8192)
+    assert price.seconds(short) > 0.9 * price.seconds(long)
+
+
 # -- in a plan -------------------------------------------------------------------------------------
 
 QWEN = "random:qwen3-8b?layers=2"
