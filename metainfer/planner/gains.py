@@ -1,8 +1,9 @@
 """Where computing beside something else was measured to gain: the shipped ``gains.json``.
 
-A row belongs to a family of models, a capability, and ranks that meet or one alone: cards of one
-capability run the same kernels, and the plan names the card that was measured. Elsewhere it stays
-off until somebody asks for it.
+A row belongs to a family of models and a capability: cards of one capability run the same kernels,
+and the plan names the card that was measured. The shared expert's tells ranks that meet from one
+alone; halves are of one layout over cards without peer access, by collectives of ours. Elsewhere
+both stay off until somebody asks for them.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from metainfer.core.verdict import Reason
 from metainfer.models.arch import Arch
 from metainfer.planner.layouts import talks
 
+SHARED, HALVES = "shared_beside", "halves"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
     """`gains`: tokens of a step -> seconds without / with, the median of pairs in the worse order
     of launch; `tokens`: the largest step whose interval, and that of all smaller ones, lies above
-    1; `device`: what it was measured on; `record`: its name in ``benchmarks/records``."""
+    1, of halves the smallest whose and that of all larger ones do; `device`: what it was measured
+    on; `record`: its name in ``benchmarks/records``."""
 
     family: str
     capability: tuple[int, int]
-    ranks_meet: bool
+    ranks: str
     device: str
     gains: Mapping[int, float]
     tokens: int
@@ -41,28 +45,30 @@ class Gain:
 
 
 @cache
-def shipped() -> tuple[Gain, ...]:
-    """Rows of the shared expert beside the routed ones."""
+def shipped(what: str) -> tuple[Gain, ...]:
+    """Rows of ``shared_beside`` or ``halves``; `Gain.ranks` is ``meet``, ``alone`` or a layout."""
     body = json.loads(resources.files("metainfer.planner").joinpath("gains.json").read_text())
     return tuple(
         Gain(
             family=row["family"],
             capability=tuple(row["capability"]),
-            ranks_meet=row["ranks_meet"],
+            ranks=row["ranks"],
             device=row["device"],
             gains={int(tokens): gain for tokens, gain in row["gains"].items()},
             tokens=row["tokens"],
             record=row["record"],
         )
-        for row in body["shared_beside"]
+        for row in body[what]
     )
 
 
-def gain_of(family: str, capability: tuple[int, int] | None, layout: LayoutPlan) -> Gain | None:
+def gain_of(
+    what: str, family: str, capability: tuple[int, int] | None, layout: LayoutPlan
+) -> Gain | None:
     """What was measured of such a card under such a layout; None: nothing."""
-    asked = (family, capability, talks(layout))
-    for row in shipped():
-        if (row.family, row.capability, row.ranks_meet) == asked:
+    ranks = layout.name if what == HALVES else "meet" if talks(layout) else "alone"
+    for row in shipped(what):
+        if (row.family, row.capability, row.ranks) == (family, capability, ranks):
             return row
     return None
 
@@ -85,5 +91,5 @@ def rows_beside(
     measured where nothing stands against it."""
     if intent.shared_beside is not None:
         return intent.shared_beside
-    found = gain_of(arch.family, capability, layout)
+    found = gain_of(SHARED, arch.family, capability, layout)
     return 0 if found is None or against_beside(arch, layout) else found.tokens

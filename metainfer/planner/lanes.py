@@ -1,20 +1,21 @@
 """What is computed beside what inside a step: halves of a chunk in turns, the shared expert beside
-the routed ones. The shared expert is where a measurement showed a gain (`benchmarks/overlap` takes
-it, `gains` has it), and off elsewhere; halves are off, nothing was measured. Asked for, they are
-on, or an error with every reason; where a device has one stream they change the order of calls at
-most, and the plan says so.
+the routed ones. Either is on where a measurement showed a gain (`benchmarks/overlap` takes it,
+`gains` has it), and off elsewhere. Asked for, they are on, or an error with every reason; where a
+device has one stream they change the order of calls at most, and the plan says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from metainfer.comm.plan import AUTO
+from metainfer.comm.topology import from_facts
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
 from metainfer.planner.drafts import MODEL
-from metainfer.planner.gains import against_beside, gain_of, rows_beside
+from metainfer.planner.gains import HALVES, SHARED, against_beside, gain_of, rows_beside
 from metainfer.planner.ranks import Cards
 
 STREAMS = ("cuda",)
@@ -43,7 +44,17 @@ def halves(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
         against.append(Reason("draft", "a model that drafts reads every row of a chunk"))
     if cards.emulated is not None:
         against.append(Reason("emulated", "waits for peers that are a stand-in overlap nothing"))
-    return _decide("halves", cards.intent.halves or 0, against, cards, ledger)
+    gain, tokens = None, cards.intent.halves
+    if tokens is None and not against and _through_host(cards):
+        gain = gain_of(HALVES, cards.arch.family, cards.facts.device.capability, layout)
+        tokens = None if gain is None else gain.tokens
+    return _decide(HALVES, tokens or 0, against, cards, ledger, "" if gain is None else gain.why)
+
+
+def _through_host(cards: Cards) -> bool:
+    """Whether collectives of ours go through host memory: what halves were measured over."""
+    asked = (cards.intent.collectives or AUTO).partition(":")[0]
+    return asked == "host" or (asked == AUTO and from_facts(cards.facts).peer is False)
 
 
 def shared_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
@@ -55,10 +66,10 @@ def shared_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> i
         UsageError: a negative number was.
     """
     intent, arch, capability = cards.intent, cards.arch, cards.facts.device.capability
-    gain = gain_of(arch.family, capability, layout)
+    gain = gain_of(SHARED, arch.family, capability, layout)
     rows = rows_beside(intent, arch, capability, layout)
     measured = "" if gain is None else gain.why
-    return _decide("shared_beside", rows, against_beside(arch, layout), cards, ledger, measured)
+    return _decide(SHARED, rows, against_beside(arch, layout), cards, ledger, measured)
 
 
 def _decide(

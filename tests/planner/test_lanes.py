@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_spread_contexts import known_rate, planned
 
+from metainfer.comm.topology import no_peer
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
@@ -89,7 +91,7 @@ def said_of(machine: str, model: str = V4, **wishes: Any) -> tuple[object, Origi
     return said(planned(model, machine, context=8192, **wishes), "shared_beside")
 
 
-@pytest.mark.parametrize("row", gains.shipped(), ids=lambda row: row.record)
+@pytest.mark.parametrize("row", gains.shipped(gains.SHARED), ids=lambda row: row.record)
 def test_what_is_shipped_is_what_was_measured(row: gains.Gain) -> None:
     """The worse order of launch counts, every result is equal, and a step is on only where all
     smaller ones gained too."""
@@ -141,11 +143,92 @@ def test_other_families_stay_off() -> None:
 def test_a_gain_does_not_beat_what_stands_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in the decision nor in what captured steps are said to hold."""
     for module in (gains, lanes):
-        monkeypatch.setattr(module, "gain_of", lambda *asked: gains.shipped()[0])
+        monkeypatch.setattr(module, "gain_of", lambda *asked: gains.shipped(gains.SHARED)[0])
     found = planned.__wrapped__(DENSE, "1x-h200", context=8192)  # never one from before
     assert said(found, "shared_beside")[:2] == (0, Origin.DERIVED)
     arch, layout = found.arch, found.plan.layouts[0]
     assert gains.rows_beside(Intent(model=DENSE), arch, (9, 0), layout) == 0
+
+
+@pytest.mark.parametrize("row", gains.shipped(gains.HALVES), ids=lambda row: row.record)
+def test_halves_are_shipped_as_they_were_measured(row: gains.Gain) -> None:
+    """In turns, from the smallest chunk on from which all larger ones gained too, results equal to
+    those of halves without turns."""
+    body = json.loads((RECORDS / f"{row.record}.json").read_text())
+    turns = {
+        int(each["row"].partition(", ")[2].partition(":")[0]): each
+        for each in body["rows"]
+        if each["row"].endswith(": turns")
+    }
+    assert all(each["equal"] and each["n"] >= 35 for each in turns.values())
+    assert dict(row.gains) == {n: round(turns[n]["gain"], 3) for n in sorted(turns)}
+    on = [n for n in sorted(turns) if turns[n]["interval"][0] > 1]
+    assert on == sorted(turns)[-len(on) :] and row.tokens == on[0]
+    assert f"--parallel {row.ranks} " in body["command"] + " "
+    assert body["device"].endswith(row.device.split()[-1])
+
+
+@pytest.fixture
+def halved(monkeypatch: pytest.MonkeyPatch) -> gains.Gain:
+    """As if halves of `tp2` had been measured."""
+    row = gains.Gain(
+        family="deepseek_v4", capability=(9, 0), ranks="tp2", device="two H200",
+        gains={4096: 0.98, 8192: 1.25}, tokens=8192, record="some-record",
+    )  # fmt: skip
+    shipped = gains.shipped
+    monkeypatch.setattr(
+        gains, "shipped", lambda what: (row,) if what == gains.HALVES else shipped(what)
+    )
+    return row
+
+
+def said_of_halves(machine: str, model: str = V4, **wishes: Any) -> tuple[object, Origin]:
+    found = planned.__wrapped__(model, machine, context=8192, **wishes)
+    return said(found, "halves")[:2]
+
+
+def test_chunks_take_turns_from_where_a_gain_was_measured(halved: gains.Gain) -> None:
+    found = planned.__wrapped__(V4, "2x-h200-nop2p", context=8192, parallel="tp2")
+    assert found.plan.halves == halved.tokens
+    (told,) = (each for each in found.plan.decisions if each.key == "halves")
+    assert (
+        told.origin is Origin.RECORD and "some-record" in told.why and "1.250 at 8,192" in told.why
+    )
+    assert said_of_halves("2x-h200-nop2p", parallel="tp2", collectives="host")[0] == 8192
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "wish"),
+    [
+        ("2x-h200-nop2p", V4, {"parallel": "ep2"}),
+        ("2x-h200-nop2p", V4, {"parallel": "tp2", "collectives": "nccl"}),
+        ("2x-rtx-pro-6000", V4, {"parallel": "tp2"}),
+        ("2x-h200-nop2p", DENSE, {"parallel": "tp2"}),
+        ("2x-h200-nop2p", V4, {"parallel": "tp2", "halves": 0}),
+    ],
+)
+def test_other_layouts_links_and_models_take_no_turns(
+    halved: gains.Gain, machine: str, model: str, wish: dict[str, Any]
+) -> None:
+    assert said_of_halves(machine, model, **wish)[0] == 0
+
+
+def test_a_gain_of_turns_does_not_beat_what_stands_against_them(
+    halved: gains.Gain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = replace(halved, ranks="cp2/tp2")
+    monkeypatch.setattr(gains, "shipped", lambda what: (row,))
+    assert said_of_halves("2x-h200-nop2p", parallel="cp2/tp2") == (0, Origin.DERIVED)
+
+
+def test_turns_where_cards_write_into_each_other_stay_off(
+    halved: gains.Gain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = no_peer(2)
+    monkeypatch.setattr(lanes, "from_facts", lambda facts: replace(tree, peer=True))
+    assert said_of_halves("2x-h200-nop2p", parallel="tp2")[0] == 0
+    monkeypatch.setattr(lanes, "from_facts", lambda facts: replace(tree, peer=None))
+    assert said_of_halves("2x-h200-nop2p", parallel="tp2")[0] == 0
 
 
 def test_standing_bytes_belong_to_steps_with_or_without_a_second_stream() -> None:
