@@ -34,6 +34,7 @@ from comm_gpu_virtual import copies, time_epilogue, time_virtual, verify_virtual
 
 from metainfer.comm import driver, layout, loader
 from metainfer.comm.loader import Variant
+from metainfer.comm.model import host_limit_us
 
 KIB, MIB = 1 << 10, 1 << 20
 BARS = {
@@ -44,6 +45,8 @@ BARS = {
     "pair host 8K": 10.0,
     "pair host 256K": 20.0,
     "pair host 1M": 45.0,
+    "pair copy 16M": 1.25 * host_limit_us("two_shot", 2, 16 * MIB),
+    "pair copy 64M": 1.25 * host_limit_us("two_shot", 2, 64 * MIB),
 }
 Report = dict[str, Any]
 
@@ -123,7 +126,8 @@ def bars(report: Report) -> Report:
         return least("time_epilogue", f"N=4 blocks=4 {kind}", f"N=4 blocks=8 {kind}")
 
     def host(size: int) -> float | None:
-        return least("pair_without_peer", f"host one_shot {size} ", f"host two_shot {size} ")
+        of_pair = least("pair_without_peer", f"host one_shot {size} ", f"host two_shot {size} ")
+        return of_pair or least("streams", f"host one_shot {size} graph by size")
 
     plain, fused = epilogue("plain"), epilogue("epilogue")
     measured = {
@@ -134,6 +138,8 @@ def bars(report: Report) -> Report:
         "pair host 8K": host(8 * KIB),
         "pair host 256K": host(256 * KIB),
         "pair host 1M": host(MIB),
+        "pair copy 16M": least("streams", f"copy copy {16 * MIB} eager"),
+        "pair copy 64M": least("streams", f"copy copy {64 * MIB} eager"),
     }
     return {name: {"bar": bar, "us": measured[name]} for name, bar in BARS.items()}
 
