@@ -151,7 +151,8 @@ def shape_row(s: Shape, software: int, seed: int) -> dict[str, Any]:
 def case_rows(software: int) -> Iterator[dict[str, Any]]:
     registry = builtin_registry()
     (impl,) = (i for i in registry.impls() if i.id == "moe_experts/cuda-mxf8f6f4")
-    for case in op_cases("moe_experts").CASES["moe_experts"](0):
+    module = op_cases("moe_experts")
+    for case in module.CASES["moe_experts"](0) + module.FOREIGN["moe_experts"](0):
         if case.schemes == ("mxfp4",) and case.shape["d"] % 256 == case.shape["f"] % 128 == 0:
             found = run_case(impl, case, "bfloat16", "cuda", registry, {"software": software})
             reasons = [reason.message for reason in found.verdict.reasons]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,18 @@ import torch
 from torch import Tensor
 
 from metainfer.core.errors import InternalError
+from metainfer.core.step import Phase
 from metainfer.core.verdict import reject
 from metainfer.kernels import cubin
+from metainfer.kernels.audit import target_facts
 from metainfer.kernels.driver import CudaError
+from metainfer.ops.catalog import builtin_registry, op_cases
 from metainfer.ops.moe_experts import cuda_experts
 from metainfer.ops.moe_experts.cuda_experts import Mx, Product, products, rounded
 from metainfer.ops.moe_experts.cuda_tiles import MX_CHUNK, MX_STREAM, MxTile, mx_for
+from metainfer.ops.qualify import applies, check
 
+REGISTRY = builtin_registry()
 HOST = Path(__file__).with_name("experts_on_host.cpp")
 FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
 NAMES = ("mx_round", "mx_up", "mx_down")
@@ -49,6 +55,15 @@ class HostKernels:
             arguments = (Rounding(*(each.value for each in arguments)),)
         outcome = self._run(NAMES.index(name), ctypes.byref(arguments[0]), grid, self._back)
         assert outcome == 0, "not aligned" if outcome == 1 else "threads wait for each other"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads cost more than such small products."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +267,51 @@ def test_both_products_of_a_call(host: Any, tile: MxTile) -> None:
             inner = read(*recipe(hidden[pair].bfloat16()[None]))[0]
             want = dense(down).view(2, d, f)[expert] @ inner
             assert float((y[pair] - want).norm() / want.norm()) < 2e-2
+
+
+class Combine:
+    """`triton_combine.combine_kernel` by torch."""
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        return self._run
+
+    def _run(
+        self, y: Tensor, ids: Tensor, shared: Tensor | None, out: Tensor, d: int, top: int, *_: Any,
+        **__: Any,
+    ) -> None:  # fmt: skip
+        parts = y.float().view(-1, top, d).masked_fill((ids < 0)[..., None], 0).unbind(1)
+        out.copy_(torch.stack(parts).sum(0))
+        if shared is not None:
+            out += shared
+
+
+def test_the_ops_cases_pass_and_tell_a_wrong_kernel(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of many rows, as at the first start on a card."""
+    (impl,) = (i for i in REGISTRY.impls() if i.id == "moe_experts/cuda-mxf8f6f4")
+    facts, phases = target_facts("sm_120"), frozenset(Phase)
+    cases = op_cases("moe_experts").FOREIGN["moe_experts"](0)
+    assert all(applies(impl, case, "bfloat16", facts, phases) for case in cases)
+    used: list[MxTile] = []
+
+    def kernels(tile: MxTile, device: Any, software: int) -> HostKernels:
+        used.append(tile)
+        return host(tile)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(cuda_experts, "kernels", kernels)
+    monkeypatch.setattr(cuda_experts, "sorted_plan", sorted_by_expert)
+    monkeypatch.setattr(cuda_experts, "combine_kernel", Combine())
+    for case in cases:
+        verdict = check(impl, case, "bfloat16", "cpu", REGISTRY)
+        assert verdict.accepted, [reason.message for reason in verdict.reasons]
+    assert used == [MX_CHUNK, MX_CHUNK]
+
+    def unclamped(*args: Any) -> Tensor:
+        return products(*(*args[:6], 0.0, args[7]))
+
+    monkeypatch.setattr(cuda_experts, "products", unclamped)
+    assert not check(impl, cases[-1], "bfloat16", "cpu", REGISTRY).accepted
 
 
 def test_sizes_that_do_not_fit_are_refused(host: Any) -> None:
