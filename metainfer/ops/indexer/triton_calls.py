@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from metainfer.core.errors import InternalError
 from metainfer.kv.book.form import EntryForm
 from metainfer.kv.store.entries import EntryPages
+from metainfer.ops.indexer import triton as kernels
+from metainfer.ops.indexer import triton_query, triton_select
 from metainfer.ops.indexer.tiles import (
     GROUP,
     LINE,
@@ -28,9 +29,11 @@ from metainfer.ops.indexer.tiles import (
     select_warps,
     splits_for,
 )
-from metainfer.ops.indexer.triton import score_kernel, score_one_kernel
-from metainfer.ops.indexer.triton_query import query_kernel
-from metainfer.ops.indexer.triton_select import select_kernel
+from metainfer.ops.launch import ceil_div, prepared
+
+query_kernel = prepared(triton_query.query_kernel)
+score_kernel, score_one_kernel = prepared(kernels.score_kernel), prepared(kernels.score_one_kernel)
+select_kernel = prepared(triton_select.select_kernel)
 
 #: Layout id -> how the kernels know it: bits of a stored element, 0 for the model's own type.
 BITS = {"index@1": 0, "index-fp8@1": 8, "index-fp4@1": 4}
@@ -59,7 +62,7 @@ def index_query(
     out = torch.empty_like(q)
     if q.numel():
         few = heads_each or query_heads(rows)
-        query_kernel[(rows * triton.cdiv(heads, few),)](
+        query_kernel[(rows * ceil_div(heads, few),)](
             q, positions, cos_sin, out, heads, d, cos_sin.shape[1], few, BITS[form.layout],
             form.group, form.hadamard, num_warps=4,
         )  # fmt: skip
@@ -99,7 +102,7 @@ def index_select(
     alone, bits, (units, shared) = rows <= sequences, BITS[form.layout], _card(device)
     tile = tile or (STREAM if alone else score_tile(shared, heads, d, q.element_size()))
     visible = page_table.shape[1] * pages.entries
-    scored, room = visible > top_k, triton.cdiv(visible, LINE)
+    scored, room = visible > top_k, ceil_div(visible, LINE)
     capacity = LINE * room
     tiles = capacity // tile.n
     many = rows_at_once(rows, capacity, top_k, workspace) if scored else rows
@@ -124,7 +127,7 @@ def index_select(
             sequences,
         )  # fmt: skip
         if scored:
-            blocks = triton.cdiv(last - first, block)
+            blocks = ceil_div(last - first, block)
             grid = (blocks, splits or splits_for(blocks, tiles, units))
             how = {"num_warps": tile.warps, "num_stages": tile.stages}
             if tile.registers:

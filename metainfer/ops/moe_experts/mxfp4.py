@@ -7,13 +7,19 @@ import warnings
 from collections.abc import MutableMapping
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from metainfer.core.errors import InternalError
+from metainfer.ops.launch import ceil_div, power_of_2, prepared
 from metainfer.ops.linear.fp8 import capability, quantise, wide_type
 from metainfer.ops.linear.packed import PackedWeight
+from metainfer.ops.moe_experts import (
+    triton_combine,
+    triton_mxfp4,
+    triton_pipelined,
+    triton_wgmma,
+)
 from metainfer.ops.moe_experts.choice import portable_for, wgmma_for
 from metainfer.ops.moe_experts.plan import planned, sorted_bounds
 from metainfer.ops.moe_experts.rounded import Rounded, Rows
@@ -27,15 +33,14 @@ from metainfer.ops.moe_experts.tiles import (
     chunk_for,
     stream_for,
 )
-from metainfer.ops.moe_experts.triton_combine import combine_kernel
-from metainfer.ops.moe_experts.triton_mxfp4 import (
-    chunk_down_kernel,
-    chunk_up_kernel,
-    stream_down_kernel,
-    stream_up_kernel,
-)
-from metainfer.ops.moe_experts.triton_pipelined import pipelined_kernel
-from metainfer.ops.moe_experts.triton_wgmma import experts_kernel
+
+combine_kernel = prepared(triton_combine.combine_kernel)
+stream_up_kernel = prepared(triton_mxfp4.stream_up_kernel)
+stream_down_kernel = prepared(triton_mxfp4.stream_down_kernel)
+chunk_up_kernel = prepared(triton_mxfp4.chunk_up_kernel)
+chunk_down_kernel = prepared(triton_mxfp4.chunk_down_kernel)
+pipelined_kernel = prepared(triton_pipelined.pipelined_kernel)
+experts_kernel = prepared(triton_wgmma.experts_kernel)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ def experts(
         form = _stream if few else _chunk
         y = form(x, ids, routes, up, down, limit, experts, f, tile, wide)
     block = 1024
-    combine_kernel[(tokens, triton.cdiv(d, block))](
+    combine_kernel[(tokens, ceil_div(d, block))](
         y, ids, shared, out, d, top, block, shared is not None, num_warps=4
     )
     return out
@@ -157,7 +162,7 @@ def _stream(
     (tokens, d), top, device = x.shape, ids.shape[1], x.device
     pairs = tokens * top
     tile = tile or stream_for(capability(device), wide)
-    slots = max(16, triton.next_power_of_2(pairs))
+    slots = max(16, power_of_2(pairs))
     hidden = torch.empty((pairs, f), dtype=x.dtype, device=device)
     y = torch.empty((pairs, d), dtype=torch.float32, device=device)
     values, scales = _entering(x, wide)

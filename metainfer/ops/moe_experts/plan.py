@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
+from metainfer.ops.launch import ceil_div, prepared
 from metainfer.ops.linear.fp8 import quantise
+from metainfer.ops.moe_experts import triton_sort
 from metainfer.ops.moe_experts.rounded import Rounded, Rows
 from metainfer.ops.moe_experts.sorting import (
     PLAN_ROWS,
@@ -19,7 +20,9 @@ from metainfer.ops.moe_experts.sorting import (
     plan_of,
     share_of,
 )
-from metainfer.ops.moe_experts.triton_sort import count_kernel, plan_kernel, sort_kernel
+
+count_kernel, sort_kernel = prepared(triton_sort.count_kernel), prepared(triton_sort.sort_kernel)
+plan_kernel = prepared(triton_sort.plan_kernel)
 
 
 def planned(x: Rows, ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -36,7 +39,7 @@ def planned(x: Rows, ids: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor,
     q = torch.empty((tokens, d), dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty((tokens, d // 128), dtype=torch.float32, device=device)
     order, table = _room(ids, experts, m)
-    plan_kernel[(triton.cdiv(slots, SLOTS) + d // 128 * triton.cdiv(tokens, PLAN_ROWS),)](
+    plan_kernel[(ceil_div(slots, SLOTS) + d // 128 * ceil_div(tokens, PLAN_ROWS),)](
         x, q, scales, ids, order, table, tokens, x.stride(0), pairs, table.shape[0], d, experts,
         lanes(experts), m, PLAN_ROWS, slots, num_warps=SORT_WARPS,
     )  # fmt: skip
@@ -77,7 +80,7 @@ def _sort(
     pairs, blocks = ids.numel(), 0 if table is None else table.shape[0]
     few, wide = pairs <= SORTED_PAIRS, lanes(experts)
     share = 1 if few else share_of(pairs)
-    programs = triton.cdiv(pairs, SLOTS * share)
+    programs = ceil_div(pairs, SLOTS * share)
     counts = order
     if not few:
         counts = torch.empty((programs, wide), dtype=torch.int32, device=ids.device)
