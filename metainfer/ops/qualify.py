@@ -55,8 +55,9 @@ def qualify(
     module = op_cases(impl.op)
     wanted = frozenset(phases)
     cases = module.CASES[impl.op](seed)
-    if impl.provider in ("vendor", "cuda"):  # kernels that change their form with the rows
-        cases = cases + module.FOREIGN[impl.op](seed)
+    more = getattr(module, "FOREIGN", {}).get(impl.op)
+    if more is not None and (impl.library or impl.provider == "cuda"):
+        cases = cases + more(seed)  # of rows where such kernels change their form
     results = [
         check(impl, case, dtype, device, registry)
         for case in cases
