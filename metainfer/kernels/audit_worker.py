@@ -80,7 +80,7 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
 
 def repeated(ttgir: str) -> str:
     """Products of `mma.sync` whose operand is stored in more channels for each thread than there
-    are: Triton before 3.8 (triton-lang/triton#11691) multiplies some of them twice and others
+    are: Triton up to 3.7, at least (triton-lang/triton#11691), multiplies some twice and others
     not at all where four times a thread's share is more than there is. ``""``: none."""
     for depth, each in _DOT.findall(ttgir):
         if int(depth) < 4 * int(each):

@@ -25,6 +25,7 @@ from metainfer.kernels.audit import (
     refusal,
     target_facts,
 )
+from metainfer.kernels.audit_worker import repeated
 from metainfer.kernels.evidence import compiled, evidence_for
 from metainfer.kernels.impl import Evidence
 from metainfer.kernels.variant import Variant
@@ -177,10 +178,22 @@ def test_claimed_instruction_must_appear() -> None:
 @pytest.mark.parametrize(("wide", "right"), [(16, False), (64, True)])
 def test_a_product_that_takes_channels_twice_is_refused(wide: int, right: bool) -> None:
     """Found on a card: keys of half bytes, 16 channels wide, by `mma.sync`."""
-    pytest.importorskip("triton")
+    release = RELEASES["3.6.0"]
+    if not release.exists():
+        pytest.skip("triton 3.6.0 is not in .cache")
     variant = BY_NAME["index-score-one-fp4-4x16"]
-    built = compile_kernel(replace(variant, args={**variant.args, "WIDE": wide}), "sm_89")
+    variant = replace(variant, args={**variant.args, "WIDE": wide})
+    built = compile_kernel(variant, "sm_89", triton=release)
     assert built.ok == right and ("some channels twice" in " ".join(built.reasons)) != right
+
+
+@pytest.mark.parametrize(
+    ("depth", "each", "why"), [(64, 8, ""), (32, 8, ""), (16, 8, "8 channels a thread of 16")]
+)
+def test_products_that_repeat_channels_are_read_off(depth: int, each: int, why: str) -> None:
+    """A layout that repeats itself once is multiplied rightly."""
+    operand = f"tensor<64x{depth}xbf16, #ttg.dot_op<{{opIdx = 0, parent = #mma, kWidth = {each}}}>>"
+    assert repeated(f"%1 = tt.dot %2, %3, %4, inputPrecision = tf32 : {operand} * ") == why
 
 
 def test_explained_spill_is_allowed_up_to_its_size() -> None:

@@ -16,7 +16,7 @@ Part of what a step may hold beside its activations (field case B-19)."""
 
 HALF_BYTE_CHANNELS = 64
 """Fewest channels of a product by keys of half bytes: for `mma.sync` Triton orders them in units of
-64, and before release 3.8 a quarter of one is multiplied wrongly. Missing ones are zeros."""
+64, and releases up to 3.7, at least, multiply a quarter of one wrongly. Missing ones are zeros."""
 
 
 @dataclass(frozen=True, slots=True)
