@@ -101,13 +101,13 @@ def streams() -> Report:
 
         for backend in ("host", "copy", "nccl"):
             group.call("open", backend)
-        for writes in (1, 0):
-            how = f"writes={writes}"
-            group.call("shape", "copy", {"writes": writes})
+        for by_streams in (True, False):
+            how = f"by_streams={by_streams}"
+            group.call("shape", "copy", {"by_streams": by_streams})
             verify("copy", "copy", [2, 5 * MIB + 6])
             for size in (16 * MIB, 64 * MIB, 4 * MIB):
                 row("copy", "copy", size, False, how)
-        group.call("shape", "copy", {"writes": 1})
+        group.call("shape", "copy", {"by_streams": True})
         for piece in (MIB, 2 * MIB, 8 * MIB):
             group.call("shape", "copy", {"piece_bytes": piece})
             row("copy", "copy", 16 * MIB, False, f"piece={piece}")

@@ -11,7 +11,7 @@ __all__ = ["CudaError", "Function", "Module", "call", "check", "library", "u64"]
 HOST_PORTABLE, HOST_MAPPED = 1, 2
 IPC_LAZY_PEER = 1
 IPC_HANDLE_BYTES = 64
-STREAMS_WRITE_64_BITS = 122
+STREAMS_COUNT = 122
 """``CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS``."""
 
 
@@ -45,11 +45,11 @@ def copy_across(target: int, source: int, size: int, stream: int) -> None:
     check(library(), "cuMemcpyDtoDAsync", status)
 
 
-def writes_values(device: int) -> bool:
-    """Whether a stream of `device` can write a counter by itself."""
+def counts(device: int) -> bool:
+    """Whether a stream of `device` can write and await counters by itself."""
     handle, found = ctypes.c_int(), ctypes.c_int()
     call("cuDeviceGet", ctypes.byref(handle), device)
-    call("cuDeviceGetAttribute", ctypes.byref(found), STREAMS_WRITE_64_BITS, handle)
+    call("cuDeviceGetAttribute", ctypes.byref(found), STREAMS_COUNT, handle)
     return bool(found.value)
 
 
@@ -59,6 +59,17 @@ def write_value(target: int, value: int, stream: int) -> None:
         ctypes.c_void_p(stream), u64(target), u64(value), ctypes.c_uint(0)
     )
     check(library(), "cuStreamWriteValue64", status)
+
+
+def await_value(source: int, value: int, stream: int) -> None:
+    """Let a stream wait until a counter has come to `value`."""
+    status = library().cuStreamWaitValue64_v2(
+        ctypes.c_void_p(stream),
+        u64(source),
+        u64(value),
+        ctypes.c_uint(0),  # 0: at least
+    )
+    check(library(), "cuStreamWaitValue64", status)
 
 
 def allocate(size: int) -> int:

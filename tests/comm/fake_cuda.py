@@ -204,3 +204,15 @@ def move(target: int, source: int, size: int, stream: int) -> None:
 def write(target: int, value: int, stream: int) -> None:
     """A counter, written by the stream itself."""
     Stream.known[stream].do(lambda: setattr(ctypes.c_uint64.from_address(target), "value", value))
+
+
+def wait(source: int, value: int, stream: int) -> None:
+    """A counter, awaited by the stream itself: it gives up for nobody."""
+
+    def await_it() -> None:
+        end = time.monotonic() + 60
+        while ctypes.c_uint64.from_address(source).value < value:
+            assert time.monotonic() < end, "nobody let it go"
+            time.sleep(0.0002)
+
+    Stream.known[stream].do(await_it)

@@ -8,10 +8,11 @@ down and the last one's way up are hidden by nothing.
 
 Down and up have a stream each that carries copies alone, so that both directions of the link work
 at once and an engine goes from copy to copy; sums have a third. Between ranks a counter in host
-memory is written behind each copy, by the stream itself where a device does that and by a kernel on
-a fourth stream where not, and awaited by a one-thread kernel on a fifth: only a kernel has a budget
-of time and hears an abort. These streams come before others, for what computes meanwhile holds the
-multiprocessors.
+memory is written behind each copy and awaited before one, by the stream itself where a device does
+that, and by one-thread kernels on two more streams where not. Such a kernel waits for room beside
+what computes meanwhile, for every piece anew; a stream that waits by itself has neither a budget of
+time nor an ear for an abort: a thread (`_Watch`) has both and lets it go. So each counter is there
+once for every reader. The streams come before others, for sums want room, too.
 
 One staging memory is enough: a rank writes into it only once every peer has taken all of the call
 before. Not for graphs: counters grow from call to call.
@@ -20,6 +21,8 @@ before. Not for graphs: counters grow from call to call.
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,12 +42,14 @@ from metainfer.comm.plan import CommPlan
 from metainfer.comm.request import ELEMENT_BYTES, Op, Request, shard
 from metainfer.comm.segment import Segment
 
-LINE = 128
+LINE = 64
 ALL, TAKEN, ABORT = layout.WORLD, layout.WORLD + 1, layout.WORLD + 2
 """What a rank posts beside what it sends to each owner: what it sends to all, calls of which it has
 taken everything, and its abort word."""
 WORDS = layout.WORLD + 3
-COUNTERS = 16384
+COUNTERS = 64 << 10
+LOOK_S, FAR = 0.02, 1 << 62
+"""How often a watch looks, and what it lets waits find."""
 LEAST_PIECE, MOST_PIECE = 512 << 10, 4 << 20
 """Bytes. Copy engines reach 84 GB/s of both directions in pieces of 1 MiB, 95 in pieces of 4 (H200,
 docs/log.md)."""
@@ -68,9 +73,14 @@ class Staging:
     def size(cls, world: int, part_bytes: int) -> int:
         return COUNTERS + world * world * part_bytes
 
-    def word(self, rank: int, which: int) -> int:
-        """A counter that `rank` posts, for the device: of an owner, `ALL`, `TAKEN` or `ABORT`."""
-        return self.on_device + (rank * WORDS + which) * LINE
+    def word(self, rank: int, which: int, reader: int) -> int:
+        """A counter that `rank` posts for `reader`, for the device: of an owner, `ALL` or `TAKEN`;
+        `ABORT`, which `rank` itself reads."""
+        return self.on_device + ((rank * WORDS + which) * layout.WORLD + reader) * LINE
+
+    def here(self, word: int) -> ctypes.c_uint64:
+        """A counter as this process sees it."""
+        return ctypes.c_uint64.from_address(word + self.base - self.on_device)
 
     def part(self, rank: int, owner: int) -> int:
         """Where `rank` leaves what belongs to `owner`; to itself: what goes to all."""
@@ -102,7 +112,7 @@ class _Moved:
 class CopyRank:
     """One rank's streams and scratch; `run` enqueues, `check` looks for a failure.
 
-    `writes`: streams write counters themselves; None: where the device can.
+    `by_streams`: they write and await counters themselves; None: where the device can.
     """
 
     def __init__(
@@ -112,14 +122,14 @@ class CopyRank:
         *,
         device: int,
         budget_s: float = BUDGET_S,
-        writes: bool | None = None,
+        by_streams: bool | None = None,
         closing: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.world = rank, staging.world
         self.staging = staging
         self.budget_s = budget_s
         self.index = device
-        self.writes = driver.writes_values(device) if writes is None else writes
+        self.by_streams = driver.counts(device) if by_streams is None else by_streams
         self._closing = closing
         self.down, self.up, self.sums, self.posts, self.waits = (
             torch.cuda.Stream(device, priority=_FIRST)  # type: ignore[no-untyped-call]
@@ -137,6 +147,7 @@ class CopyRank:
         for seen in self._seen:
             seen[TAKEN] = -1  # before the first call nothing is to be taken
         self._load(layout.TYPES["bfloat16"])
+        self._watch = _Watch(self) if self.by_streams else None
 
     def _load(self, type_code: int) -> None:
         loaded = module(Variant(self.world, type_code), self.index)
@@ -158,8 +169,7 @@ class CopyRank:
         for stream in (self.down, self.up, self.sums, self.waits):
             stream.wait_event(begun)
         for peer in self._others():
-            self._expect(peer, TAKEN)
-        self.down.wait_event(self._mark(self.waits))
+            self._expect(peer, TAKEN, self.down)
         moved = self._moved(request, given.data_ptr(), out.data_ptr())
         if request.op is Op.ALL_GATHER:
             self._keep(moved)
@@ -290,9 +300,8 @@ class CopyRank:
 
     def _fetch(self, peer: int, which: int, to: int, start: int, size: int) -> None:
         """Bytes up, once `peer` has told `which` of them."""
-        self._expect(peer, which)
+        self._expect(peer, which, self.up)
         if size:
-            self.up.wait_event(self._mark(self.waits))
             driver.copy_up(to, start, size, self.up.cuda_stream)
 
     def _sum(self, moved: _Moved, sources: Sequence[int], to: int, size: int) -> None:
@@ -317,27 +326,62 @@ class CopyRank:
         return event
 
     def _tell(self, which: int, stream: torch.cuda.Stream) -> None:
-        """Count `which` up behind what `stream` holds."""
+        """Count `which` up for all who read it, behind what `stream` holds."""
         self._posted[which] += 1
-        word, value = self.staging.word(self.rank, which), self._posted[which]
-        if self.writes:
-            driver.write_value(word, value, stream.cuda_stream)
-            return
-        self.posts.wait_event(self._mark(stream))
-        self._post(1, 1, self.posts.cuda_stream, [driver.u64(word), driver.u64(value)])
+        value = self._posted[which]
+        if not self.by_streams:
+            self.posts.wait_event(self._mark(stream))
+        for reader in self._others() if which in (ALL, TAKEN) else [which]:
+            word = self.staging.word(self.rank, which, reader)
+            if self.by_streams:
+                driver.write_value(word, value, stream.cuda_stream)
+            else:
+                self._post(1, 1, self.posts.cuda_stream, [driver.u64(word), driver.u64(value)])
 
-    def _expect(self, peer: int, which: int) -> None:
-        """Let `waits` wait until `peer` has counted on."""
+    def _expect(self, peer: int, which: int, stream: torch.cuda.Stream) -> None:
+        """Let `stream` wait until `peer` has counted on."""
         self._seen[peer][which] += 1
-        values = (
-            self.staging.word(peer, which),
-            self._seen[peer][which],
-            self.staging.word(self.rank, ABORT),
-            self._record.data_ptr(),
-            int(self.budget_s * 1e9),
-            peer,
-        )
-        self._await(1, 1, self.waits.cuda_stream, [driver.u64(value) for value in values])
+        word, value = self.staging.word(peer, which, self.rank), self._seen[peer][which]
+        if self.by_streams:
+            driver.await_value(word, value, stream.cuda_stream)
+            return
+        abort = self.staging.word(self.rank, ABORT, self.rank)
+        values = (word, value, abort, self._record.data_ptr(), int(self.budget_s * 1e9), peer)
+        self._await(1, 1, self.waits.cuda_stream, [driver.u64(each) for each in values])
+        stream.wait_event(self._mark(self.waits))
+
+    @property
+    def failed(self) -> bool:
+        """Whether a wait was ended by something else than its peer."""
+        return bool(ErrorRecord.from_address(self._record.data_ptr()).code != Code.OK)
+
+    @property
+    def told(self) -> bool:
+        """Whether this rank is to give up."""
+        return self.staging.here(self.staging.word(self.rank, ABORT, self.rank)).value != 0
+
+    def missing(self) -> list[tuple[int, int, int, int]]:
+        """Counters behind what is expected of them by now: peer, which, expected, found."""
+        return [
+            (peer, which, expected, found)
+            for peer in self._others()
+            for which, expected in enumerate(self._seen[peer])
+            if expected > (found := self._counter(peer, which).value)
+        ]
+
+    def let_go(self, code: Code, missing: list[tuple[int, int, int, int]], waited_ns: int) -> None:
+        """End the waits for `missing`, and write down the first of them."""
+        record = ErrorRecord.from_address(self._record.data_ptr())
+        if record.code == Code.OK:
+            record.peer, _, record.wanted, _ = missing[0]
+            record.waited_ns = waited_ns
+            record.code = code
+        for peer, which, *_ in missing:
+            self._counter(peer, which).value = FAR
+
+    def _counter(self, peer: int, which: int) -> ctypes.c_uint64:
+        """What `peer` has counted for this rank."""
+        return self.staging.here(self.staging.word(peer, which, self.rank))
 
     def forms(self) -> Iterator[None]:
         """Cut calls by size, then into many pieces: for a proof of both."""
@@ -351,14 +395,16 @@ class CopyRank:
     def close(self) -> None:
         """Wait for the device and give the staging memory back."""
         torch.cuda.synchronize(self.index)
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         self._closing()
         self._closing = lambda: None
 
     def abort(self, rank: int | None = None) -> None:
         """Let the waits of `rank` end, this one's by default."""
-        word = self.staging.word(self.rank if rank is None else rank, ABORT)
-        word += self.staging.base - self.staging.on_device
-        ctypes.c_uint64.from_address(word).value = 1
+        rank = self.rank if rank is None else rank
+        self.staging.here(self.staging.word(rank, ABORT, rank)).value = 1
 
     def check(self) -> None:
         """Raise what a wait has written down.
@@ -377,6 +423,30 @@ class CopyRank:
             peer=peer,
             secondary=record.code == Code.ABORTED,
         )
+
+
+class _Watch:
+    """Lets a rank's streams go when it is told to give up, or when nothing that they wait for comes
+    within its budget. It goes on until `close`: a late peer may count over what it was let find."""
+
+    def __init__(self, rank: CopyRank) -> None:
+        self._rank, self._ended = rank, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="copy-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        rank, since = self._rank, time.monotonic_ns()
+        before: list[tuple[int, int, int, int]] = []
+        while not self._ended.wait(LOOK_S):
+            missing, now, told = rank.missing(), time.monotonic_ns(), rank.told
+            if missing != before:
+                before, since = missing, now
+            if missing and (told or rank.failed or now - since > rank.budget_s * 1e9):
+                rank.let_go(Code.ABORTED if told else Code.TIMEOUT, missing, now - since)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
 
 
 def open_copy(
