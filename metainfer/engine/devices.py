@@ -6,7 +6,6 @@ In this process it is the whole model, or one rank of several whose peers are em
 from __future__ import annotations
 
 import os
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
