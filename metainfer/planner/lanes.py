@@ -17,6 +17,7 @@ from metainfer.core.verdict import Reason
 from metainfer.planner.drafts import MODEL
 from metainfer.planner.gains import HALVES, SHARED, against_beside, gain_of, rows_beside
 from metainfer.planner.ranks import Cards
+from metainfer.platform.facts import CPU
 
 STREAMS = ("cuda",)
 """Kinds of device with a stream beside the current one."""
@@ -54,7 +55,8 @@ def halves(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
 def _through_host(cards: Cards) -> bool:
     """Whether collectives of ours go through host memory: what halves were measured over."""
     asked = (cards.intent.collectives or AUTO).partition(":")[0]
-    return asked == "host" or (asked == AUTO and from_facts(cards.facts).peer is False)
+    cpu = cards.facts.device.kind == CPU
+    return asked == "host" or (asked == AUTO and not cpu and from_facts(cards.facts).peer is False)
 
 
 def shared_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
