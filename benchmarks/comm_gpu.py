@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from comm_gpu_pair import one_card, pair, rows, streams
+from comm_gpu_soak import soak
 from comm_gpu_virtual import copies, time_epilogue, time_virtual, verify_virtual
 
 from metainfer.comm import driver, layout, loader
@@ -78,6 +79,7 @@ SECTIONS: dict[str, tuple[int, float]] = {
     "build": (1, 150),
     "verify_local": (1, 90),
     "verify_host": (1, 90),
+    "soak": (1, 60),
     "time_local": (1, 60),
     "time_epilogue": (1, 40),
     "time_host": (1, 60),
@@ -95,6 +97,7 @@ def section(name: str) -> Report:
         "build": build,
         "verify_local": lambda: verify_virtual(False),
         "verify_host": lambda: verify_virtual(True),
+        "soak": soak,
         "time_local": lambda: time_virtual(False),
         "time_epilogue": time_epilogue,
         "time_host": lambda: time_virtual(True),
