@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 from metainfer.core.errors import RefusedError
-from metainfer.kernels.select import RefusedBundle, Selection
+from metainfer.kernels.select import Bundle, RefusedBundle, Selection
 
 T = TypeVar("T")
 
 DOES_NOT_FIT = "does_not_fit"
 
 
-def first_that_fits(
-    selection: Selection, attempt: Callable[[Mapping[str, str]], T]
-) -> tuple[Selection, T]:
+def first_that_fits(selection: Selection, attempt: Callable[[Bundle], T]) -> tuple[Selection, T]:
     """The selection with the first bundle, fastest first, that `attempt` can hold in memory.
 
-    `attempt` is given a bundle's layouts and raises `RefusedError` (``does_not_fit``) when weights
-    or caches in them are too large.
+    `attempt` raises `RefusedError` (``does_not_fit``) when weights or caches in a bundle's layouts
+    are too large.
 
     Raises:
         RefusedError: nothing fits; that of the bundle which lacks the least.
@@ -27,7 +25,7 @@ def first_that_fits(
     failed: list[tuple[RefusedBundle, RefusedError]] = []
     for bundle in (selection.bundle, *selection.others):
         try:
-            result = attempt(bundle.layouts)
+            result = attempt(bundle)
         except RefusedError as error:
             if error.code != DOES_NOT_FIT:
                 raise

@@ -6,7 +6,7 @@ The rows of an accelerator add up to its memory: what nothing needs is a row of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from metainfer.core.errors import RefusedError
@@ -14,11 +14,13 @@ from metainfer.core.intent import Intent
 from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, Limits, StepGraph
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Layout
+from metainfer.kernels.select import Choice
 from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, form_groups
 from metainfer.models.arch import Arch
 from metainfer.planner import drafts, graphs
 from metainfer.planner.adapters import adapter_rows
 from metainfer.planner.calibration import Calibration, nothing_measured
+from metainfer.planner.copies import copied_bytes
 from metainfer.planner.emulation import Emulation
 from metainfer.planner.fitting import DOES_NOT_FIT
 from metainfer.planner.gains import rows_beside
@@ -130,14 +132,19 @@ class Cards:
     _weights: dict[tuple[object, ...], tuple[LedgerRow, ...]] = field(default_factory=dict)
 
     def hold(
-        self, layout: LayoutPlan, packings: Mapping[str, Layout], running: int | None = None
+        self,
+        layout: LayoutPlan,
+        packings: Mapping[str, Layout],
+        running: int | None = None,
+        choices: Sequence[Choice] = (),
     ) -> Held:
-        """Everything in one bundle's packings; `running`: sequences of a domain, if not its share.
+        """Everything in one bundle's packings; `running`: sequences of a domain, if not its share;
+        `choices`: the bundle's, for what they copy.
 
         Raises:
             RefusedError: it does not fit, or states cannot take back the drafts.
         """
-        weights, beside, ask = self._asked(layout, packings, running)
+        weights, beside, ask = self._asked(layout, packings, running, choices)
         cache, needs = fit_cache(ask), self._needs(layout, packings)
         device = [row for row in (*weights, *beside) if row.memory == "device"]
         beside = (*beside, *self._rest(total(device) + cache.sizes.bytes(), needs))
@@ -156,16 +163,22 @@ class Cards:
             measured=needs,
         )
 
-    def most_running(self, layout: LayoutPlan, packings: Mapping[str, Layout]) -> int:
+    def most_running(
+        self, layout: LayoutPlan, packings: Mapping[str, Layout], choices: Sequence[Choice] = ()
+    ) -> int:
         """Sequences of a domain, at most its share, with which `hold` succeeds; 0 for none."""
         try:
-            *_, ask = self._asked(layout, packings)
+            *_, ask = self._asked(layout, packings, None, choices)
         except RefusedError:
             return 0
         return most_running(ask)
 
     def _asked(
-        self, layout: LayoutPlan, packings: Mapping[str, Layout], running: int | None = None
+        self,
+        layout: LayoutPlan,
+        packings: Mapping[str, Layout],
+        running: int | None,
+        choices: Sequence[Choice],
     ) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...], CacheAsk]:
         """Weights, what stands beside weights and cache, and what is left to ask of the cache."""
         weights = [*self._weight_rows(layout, packings)]
@@ -179,6 +192,7 @@ class Cards:
         beside = (
             self._activations(layout, needs),
             *self._fetched(layout, packings),
+            *self._copied(choices, running or self.running(layout), needs),
             *self._slabs(layout),
             *self._graphs(layout, groups, running or self.running(layout), needs),
         )
@@ -294,6 +308,22 @@ class Cards:
         held = max(layers.values(), default=0)
         item = "a layer's cache, fetched for prompts"
         return [LedgerRow(item=item, kind="transient", bytes=held)]
+
+    def _copied(
+        self, choices: Sequence[Choice], running: int, needs: Needs | None
+    ) -> list[LedgerRow]:
+        """What attention copies of the cache for the largest chunk, of whichever kernel copies the
+        most: of every request, where one alone was measured of the others."""
+
+        def most(requests: int) -> int:
+            return max(
+                (copied_bytes(each, self.facts, self.limits, requests) for each in choices),
+                default=0,
+            )
+
+        held = most(running) - (most(1) if needs is not None else 0)
+        item = "copies of cached entries" + (" of further requests" if needs is not None else "")
+        return [LedgerRow(item=item, kind="transient", bytes=held)] if held else []
 
     def _graphs(
         self,

@@ -41,8 +41,8 @@ def record_selection(ledger: DecisionLedger, intent: Intent, selection: Selectio
 
 def record_needs(ledger: DecisionLedger, held: Held, selection: Selection) -> None:
     """Where the ledger's transients, graphs and reserve come from: a record of this machine, or
-    seeds."""
-    needs, rows = held.measured, {row.kind: row for row in held.beside}
+    seeds. Of several rows of a kind the first is what is measured."""
+    needs, rows = held.measured, {row.kind: row for row in reversed(held.beside)}
     row = rows["transient"]
     if needs is None:
         why = "from shapes alone; metainfer tune capacity MODEL measures it"

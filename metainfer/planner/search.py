@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
+from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import Layout
-from metainfer.kernels.select import Selection
+from metainfer.kernels.select import Bundle, Selection
 from metainfer.planner import goals
 from metainfer.planner.calibration import key, nothing_measured
 from metainfer.planner.candidate import Candidate
+from metainfer.planner.dispatch import takes_rounded
 from metainfer.planner.emulation import emulates, record_emulation
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 from metainfer.planner.layouts import (
@@ -170,14 +172,14 @@ def _judge(
     if layout.shards > 1:
         cannot = (*cannot, *cards.against_dealing(layout, packings(selection.bundle.layouts)))
 
-    small: list[tuple[Mapping[str, str], CacheTooSmall]] = []  # weights fit, the cache does not
+    small: list[tuple[Bundle, CacheTooSmall]] = []  # weights fit, the cache does not
 
-    def attempt(names: Mapping[str, str], running: int | None = None) -> Held:
+    def attempt(bundle: Bundle, running: int | None = None) -> Held:
         try:
-            return cards.hold(layout, packings(names), running)
+            return cards.hold(layout, packings(bundle.layouts), running, bundle.choices)
         except CacheTooSmall as refusal:
             if running is None:
-                small.append((names, refusal))
+                small.append((bundle, refusal))
             raise
 
     try:
@@ -186,12 +188,14 @@ def _judge(
         except RefusedError as error:
             # A concurrency that nobody asked for is a seed: it gives way before a refusal.
             seed = cards.intent.concurrency is None
-            held_by = [cards.most_running(layout, packings(b)) for b, _ in small if seed]
+            held_by = [
+                cards.most_running(layout, packings(b.layouts), b.choices) for b, _ in small if seed
+            ]
             fewer = max(held_by, default=0)
             if not fewer:  # limits can be lowered where weights fit
                 refusals = [refusal for _, refusal in small]
                 raise min(refusals, key=lambda e: _short(e.reasons), default=error) from None
-            chosen, held = first_that_fits(selection, lambda names: attempt(names, fewer))
+            chosen, held = first_that_fits(selection, lambda bundle: attempt(bundle, fewer))
     except RefusedError as error:
         if error.code not in _ROOM:
             raise
@@ -226,6 +230,7 @@ def _priced(
     step, limit = cards.limits.step_tokens, cards.arch.max_context
     facts = _of_a_rank(cards.facts, cards.here(layout))
     tree = cards.emulated.tree if cards.emulated is not None else None
+    rounded = takes_rounded(chosen, Phase.CHUNK)
     calibration = None
     if layout.ranks == 1 and cards.measured is not nothing_measured:
         calibration = cards.measured(key(cards.arch, cards.dtype, chosen.bundle, cards.threads))
@@ -243,8 +248,9 @@ def _priced(
             step_tokens=step,
             calibration=calibration,
             tree=tree,
+            rounded=rounded,
         ),
-        cost=step_cost(cards.counted, held, facts, cards.dtype, tree),
+        cost=step_cost(cards.counted, held, facts, cards.dtype, tree, rounded=rounded),
         calibration=calibration,
         longest=held.longest(step, limit),
         pairs=held.pairs(step, limit),

@@ -74,6 +74,8 @@ STARRED = (
     "ops.*.impls_vendor",
     "ops.*.spec",
     "ops.*.tiles",
+    "ops.attn_paged.masks",
+    "ops.attn_sparse.copies",
     "ops.moe_experts.choice",
     "ops.moe_experts.sorting",
     "ops.*.audit",

@@ -14,10 +14,16 @@ import torch
 
 pytest.importorskip("triton")
 
+from metainfer.core.step import Phase
+from metainfer.engine.elsewhere import describe
 from metainfer.executor.peaks import peaks
+from metainfer.kernels.impl import Context, Impl, OpRequest
 from metainfer.models.arch import Arch
+from metainfer.ops.attn_paged import torch_sdpa
+from metainfer.ops.attn_paged.masks import WORKSPACE
 from metainfer.ops.attn_sparse import triton_calls as attention
 from metainfer.ops.attn_sparse.tiles import PLACE_BYTES
+from metainfer.ops.catalog import builtin_registry
 from metainfer.ops.sample import triton_calls as sampling
 from metainfer.ops.sample.inputs import SampleInputs
 from metainfer.ops.workspaces import FILTER_BYTES
@@ -103,3 +109,51 @@ def test_b19_many_logits_are_counted_with_what_draws_from_them(model: str) -> No
     assert many - few == 1000 * arch.vocab_size * (4 + FILTER_BYTES)
     # Logits come when the layers are over: a long chunk's peak does not grow by one of them.
     assert arch.activation_bytes(4096, 1, 2) == arch.activation_bytes(4096, 0, 2)
+
+
+def chunk(op: str, impl: str, **shape: int) -> tuple[Impl, Context]:
+    (found,) = [each for each in builtin_registry().of(op) if each.name == impl]
+    request = OpRequest(op, op, Phase.CHUNK, "bfloat16", shape)
+    return found, Context(request, describe("1x-h200").facts)
+
+
+def test_b19_what_is_decoded_of_a_cache_is_in_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests with full tables: their entries and windows, in whole pages."""
+    unlaunched(monkeypatch, attention)
+    rows, sequences, window, page, ratio, width, d = 600, 3, 24, 16, 4, 12, 128
+    form = SimpleNamespace(scale="e8m0", width=d, tail=64, bytes=d + 80)
+    order = torch.zeros(rows, dtype=torch.int64)
+    span: Any = (order, order[:4].int(), order[:3].int(), torch.bfloat16)
+
+    def pages(entries: int) -> Any:
+        return SimpleNamespace(group=0, form=form, entries=entries, data=torch.zeros(1, 1))
+
+    table = torch.zeros((sequences, width), dtype=torch.int32)
+    kept: list[Any] = []
+
+    def run() -> None:
+        kept.append(attention.decoded(pages(page), table, *span, window=window))
+        kept.append(attention.decoded(pages(page // ratio), table, *span, ratio=ratio))
+
+    shape = {"rows": rows, "seqs": sequences, "d": d, "window": window, "ratio": ratio}
+    impl, context = chunk(
+        "attn_sparse", "triton-fp8", **shape, page=page // ratio, context=width * page, top_k=0
+    )
+    assert impl.copies is not None
+    tables = 2 * table.nbytes
+    assert 0.9 * impl.copies(context) < peak(run) <= impl.copies(context) + tables
+
+
+def test_b19_what_attention_gathers_of_a_cache_is_in_the_ledger() -> None:
+    """One request after the other: never the keys of two at once."""
+    heads, d, page, length = 2, 64, 16, 2048
+    pages = length // page
+    caches = [torch.zeros(pages, page, heads, d) for _ in "kv"]
+    table = torch.arange(pages, dtype=torch.int32).repeat(3, 1)
+    q, starts = torch.zeros(3, heads, d), torch.arange(4, dtype=torch.int32)
+    lengths = torch.full((3,), length, dtype=torch.int32)
+    impl, context = chunk("attn_paged", "torch", hkv=heads, d=d, context=length)
+    assert impl.copies is not None
+    gathered = 2 * (impl.copies(context) - WORKSPACE)  # float32 here
+    most = peak(lambda: torch_sdpa.attn_paged(q, *caches, table, starts, lengths, scale=1.0))
+    assert gathered < most < 1.25 * gathered

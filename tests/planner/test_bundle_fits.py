@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 
 from metainfer.core.errors import RefusedError
@@ -24,8 +22,8 @@ SELECTION = Selection(
 
 
 def within(memory: int):
-    def attempt(layouts: Mapping[str, str]) -> int:
-        need = SIZES[layouts["weight"]]
+    def attempt(bundle: Bundle) -> int:
+        need = SIZES[bundle.layouts["weight"]]
         if need > memory:
             reason = Reason("memory", f"{need} B needed", {"need": need, "have": memory})
             raise RefusedError("too large", reasons=(reason,), code=DOES_NOT_FIT)
@@ -54,7 +52,7 @@ def test_refusal_is_that_of_the_thriftiest() -> None:
 
 
 def test_other_refusals_are_not_swallowed() -> None:
-    def attempt(layouts: Mapping[str, str]) -> int:
+    def attempt(bundle: Bundle) -> int:
         raise RefusedError("a state takes back fewer drafts", code="draft_rewind")
 
     with pytest.raises(RefusedError, match="fewer drafts"):

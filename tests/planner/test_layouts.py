@@ -316,8 +316,8 @@ def test_a_context_that_does_not_fit_says_what_would() -> None:
         resolved(QWEN, facts)
     advised = int(caught.value.remedy.split("--context to ")[1].rstrip(".").replace(",", ""))
     assert resolved(QWEN, facts, context=advised).plan.limits.max_context == advised
-    with pytest.raises(RefusedError):
-        resolved(QWEN, facts, context=advised + 256)
+    with pytest.raises(RefusedError):  # a shorter context also has fewer copies, which advice omits
+        resolved(QWEN, facts, context=advised + 1024)
 
 
 # -- which is taken --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from metainfer.core.verdict import Verdict
 from metainfer.kernels.conditions import at_most, custom, multiple_of, one_of, shared_memory
 from metainfer.kernels.cost import attention_operations, attention_traffic, extent, roofline, width
 from metainfer.kernels.impl import Condition, Context, Impl
+from metainfer.ops.attn_paged.masks import WORKSPACE
 from metainfer.ops.attn_paged.tiles import HEAD_DIMS, NARROW, SPLIT, WIDE, Tile, wide_for
 from metainfer.ops.declare import (
     C_ON_CPU,
@@ -39,6 +40,12 @@ def _fits(tiles: Callable[[tuple[int, int] | None], tuple[Tile, ...]]) -> Condit
         return shared_memory(needed)(context)
 
     return check
+
+
+def _gathered(c: Context) -> int:
+    """Keys and values of one sequence, and a block of masks."""
+    of_a_token = 2 * extent(c, "hkv") * extent(c, "d") * width(c)
+    return extent(c, "context", 1024) * of_a_token + WORKSPACE
 
 
 _PAGE_SIZES = one_of("page", (16, 32, 64))
@@ -103,6 +110,7 @@ IMPLS = (
         honours=WINDOW,
         native_when=NATIVE_ON_CPU,
         cost=roofline(attention_traffic(3), attention_operations, launches=12, part=0.5),
+        copies=_gathered,
     ),
     Impl(
         op="attn_paged",

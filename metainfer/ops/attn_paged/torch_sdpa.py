@@ -9,13 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WORKSPACE = 64 << 20
-"""Bytes of masks at once. A chunk of 4,096 queries at 40,960 tokens would take 0.8 GB of them."""
-
-
-def mask_bytes(keys: int, element: int) -> int:
-    """Of one query: what it sees, and as added to scores, twice where it is padded."""
-    return keys * (1 + 2 * element)
+from metainfer.ops.attn_paged.masks import WORKSPACE, mask_bytes
 
 
 def attn_paged(
@@ -62,6 +56,7 @@ def attn_paged(
             if count == 1:
                 mixed = mixed.transpose(1, 2)
             out[at : at + count] = mixed.permute(2, 0, 1, 3).reshape(count, hkv * group, d)
+        del keys, values  # before the next sequence's are gathered
     return out
 
 

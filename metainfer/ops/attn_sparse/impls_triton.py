@@ -14,6 +14,7 @@ from metainfer.kernels.conditions import (
 )
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context, Impl, Numerics
+from metainfer.ops.attn_sparse.copies import decoded, entries_of
 from metainfer.ops.attn_sparse.tiles import HOPPER, decodes_first, tile_for
 from metainfer.ops.declare import HALVES, SHORT, TRITON, own_matrix_unit, triton
 from metainfer.ops.declare_entries import entry_bytes
@@ -24,13 +25,6 @@ def _fits(context: Context) -> Verdict:
     card = context.facts.device.capability
     needed = tile_for(card, scaled).shared_bytes(extent(context, "d"), width(context), card, scaled)
     return shared_memory(needed)(context)
-
-
-def entries_of(c: Context) -> tuple[int, int]:
-    """Compressed entries of a sequence, and of them per query."""
-    ratio, context, top = extent(c, "ratio", 0), extent(c, "context", 1024), extent(c, "top_k", 0)
-    kept = context // ratio if ratio else 0
-    return kept, min(top, kept) if top else kept
 
 
 def keys_of(c: Context) -> int:
@@ -53,7 +47,7 @@ def _cost(
 
 
 def _scaled_cost(
-    decoding: Callable[[Context], float | None], decoded: Callable[[Context], float | None]
+    each: Callable[[Context], float | None], plain: Callable[[Context], float | None]
 ) -> Callable[[Context], float | None]:
     """Keys decoded by every query; or once, and then as `latent@1`."""
 
@@ -61,7 +55,7 @@ def _scaled_cost(
         kept, listed = entries_of(c)
         sequences, window = extent(c, "seqs"), extent(c, "window", 128)
         once = decodes_first(extent(c, "rows"), sequences, window, listed, kept, extent(c, "d"))
-        return (decoded if once else decoding)(c)
+        return (plain if once else each)(c)
 
     return seconds
 
@@ -123,6 +117,7 @@ def _over_fp8(impl: Impl, load: str) -> Impl:
         requires_layout={"kv": "latent-fp8@1"},
         load=f"metainfer.ops.attn_sparse.triton_calls:{load}",
         cost=_scaled_cost(_DECODING, impl.cost),
+        copies=decoded,
     )
 
 

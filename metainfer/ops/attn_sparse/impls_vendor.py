@@ -4,7 +4,8 @@ from metainfer.core.step import Phase
 from metainfer.kernels.conditions import capability, one_of, package
 from metainfer.kernels.cost import extent, in_turn, roofline, width
 from metainfer.kernels.impl import Context, Impl
-from metainfer.ops.attn_sparse.impls_triton import entries_of, keys_of
+from metainfer.ops.attn_sparse.copies import entries_of, joined
+from metainfer.ops.attn_sparse.impls_triton import keys_of
 from metainfer.ops.declare import ON_CUDA, foreign, own_matrix_unit
 
 
@@ -48,5 +49,6 @@ IMPLS: tuple[Impl, ...] = (
             roofline(_prepared, launches=28, part=0.5),
             roofline(_traffic, _operations, part=0.8, compute_part=0.65),
         ),
+        copies=joined,
     ),
 )

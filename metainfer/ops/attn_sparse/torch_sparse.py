@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from metainfer.kv.store.entries import EntryPages, gather, locate
+from metainfer.ops.attn_sparse.copies import HELD
 from metainfer.ops.common import turn_tail_, wide
 
 #: Elements of the logits, or of the keys of all queries, of one block.
 BLOCK = 1 << 22
 #: Most queries of a block, rows of its products (queries times heads), fewest queries that share.
 QUERIES, PRODUCTS, SHARED = 128, 2048, 9
-#: Elements of a sequence's entries that a chunk holds decoded at once.
-HELD = 1 << 26
 
 Part = tuple[Tensor, Tensor]
 """Keys [L, D] of all queries or [m, L, D] of each, and who sees which: bool [m, L]."""
