@@ -5,9 +5,10 @@ after the other:
 
 * tensor ranks: all-reduce of b D twice, once when experts are cut over more ranks than the domain;
   in a step also of the embedding's rows, and the logits of all rows that need them are gathered;
-* expert ranks beyond the domain: the rows of all domains are gathered, and what came of them is
-  summed row by row where each domain is one rank, over all of these ranks where it is not; then
-  the shared expert's sum of a domain is one more;
+* expert ranks beyond the domain: the rows of all domains are gathered (many of them rounded first,
+  where the experts' kernels take them so), and what came of them is summed row by row where each
+  domain is one rank, over all of these ranks where it is not; then the shared expert's sum of a
+  domain is one more;
 * ranks that share the rows of a chunk: the entries that it adds are gathered, with the windows and
   states at the parts' edges; what of the cache before it a rank lacks is gathered too, or lent by
   its keepers in broadcasts (`RankWork.fetches`);
@@ -21,11 +22,14 @@ from dataclasses import dataclass
 
 from metainfer.comm import model as links
 from metainfer.comm.topology import Topology
+from metainfer.planner.dispatch import LEAST
 from metainfer.planner.layouts import Fetch
 from metainfer.planner.work import RankWork
 
 CHOSEN_BYTES = 4096
 """A rank's chosen positions with their scores, a token and layer: 512 of 8 bytes."""
+ROUNDED_BYTES = 1 + 4 / 128
+"""Of a channel in e4m3, with a float32 scale of 128 of them."""
 LOGIT_BYTES = 4
 """Of a logit in float32."""
 LOG_PART = 1 / 256
@@ -87,7 +91,10 @@ class Exchange:
         if expert <= tensor:
             return 0.0
         every = expert // tensor * self._row(sent)
-        each = self._direct(sent, expert // tensor, every)
+        met = every
+        if work.rounded and sent.tokens >= LEAST:
+            met *= ROUNDED_BYTES / work.width
+        each = self._direct(sent, expert // tensor, met)
         if tensor > 1:
             each += self._reduced(sent, expert, every)
             each += self._reduced(sent, tensor, self._row(sent))

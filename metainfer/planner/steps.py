@@ -204,11 +204,18 @@ class StepCost:
 
 
 def step_cost(
-    counted: Census, held: Held, facts: Facts, dtype: str, tree: Topology | None = None
+    counted: Census,
+    held: Held,
+    facts: Facts,
+    dtype: str,
+    tree: Topology | None = None,
+    *,
+    rounded: bool = False,
 ) -> StepCost | None:
     """Steps of a layout on a machine; None where the family has no cost model.
 
-    `tree`: the links, where they are not those of the machine that computes.
+    `tree`: the links, where they are not those of the machine that computes. `rounded`: experts
+    take rounded rows.
     """
     costs = counted.arch.costs()
     if costs is None:
@@ -218,5 +225,6 @@ def step_cost(
         tree = from_facts(facts)
     prompts = None
     if held.layout.prefill > 1:
-        prompts = StepCost(rank_work(counted, held, costs, dtype, prompts=True), tree)
-    return StepCost(rank_work(counted, held, costs, dtype), tree, prompts)
+        work = rank_work(counted, held, costs, dtype, prompts=True, rounded=rounded)
+        prompts = StepCost(work, tree)
+    return StepCost(rank_work(counted, held, costs, dtype, rounded=rounded), tree, prompts)

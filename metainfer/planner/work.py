@@ -29,7 +29,7 @@ class RankWork:
     states that a part of a chunk needs of the part before it. `paged_layers`, `choosing_layers`:
     those with paged caches, and with index keys. `dealt_layers`, `dealt_bytes`: of what may be
     dealt, layers and what a token adds. `fetches`: how what is cached before a chunk comes to ranks
-    that lack it.
+    that lack it. `rounded`: experts take rows that other domains have rounded.
     """
 
     layout: LayoutPlan
@@ -51,14 +51,22 @@ class RankWork:
     dealt_layers: int = 0
     dealt_bytes: float = 0.0
     fetches: Fetch | None = None
+    rounded: bool = False
 
 
 def rank_work(
-    counted: Census, held: Held, costs: Costs, dtype: str, *, prompts: bool = False
+    counted: Census,
+    held: Held,
+    costs: Costs,
+    dtype: str,
+    *,
+    prompts: bool = False,
+    rounded: bool = False,
 ) -> RankWork:
     """The work of a model whose headers were counted, as one card holds it.
 
-    `prompts`: of chunks of prompts, where they are computed another way than decodes.
+    `prompts`: of chunks of prompts, where they are computed another way than decodes. `rounded`: as
+    in the result.
     """
     layout = of_prompts(held.layout) if prompts else of_decodes(held.layout)
     arch, elements = counted.arch, counted.elements(layout)
@@ -93,6 +101,7 @@ def rank_work(
         choosing_layers=len({spec.layer for spec in paged if spec.name == INDEX}),
         # Heads that a rank does not keep are lent by those that do.
         fetches=fetches(held.layout) or (Fetch.LENT if held.prompt_specs != held.specs else None),
+        rounded=rounded,
     )
 
 

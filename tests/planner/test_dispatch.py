@@ -5,20 +5,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from test_lanes import said
-from test_spread_contexts import planned
+from test_spread_contexts import cost, planned
 
+from metainfer.comm.model import copied_gather, copied_scatter, direct
+from metainfer.comm.topology import from_facts
 from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
+from metainfer.engine.elsewhere import describe
 from metainfer.kernels.select import Selection
 from metainfer.planner.dispatch import LEAST, rounded_from, takes_rounded
+from metainfer.planner.steps import StepCost
 
+NO_PEERS = "2x-h200-nop2p"
 V4 = "random:deepseek-v4-flash?layers=4"
 
 
 def test_experts_that_round_first_are_sent_rounded_rows() -> None:
-    found = planned(V4, "2x-h200-nop2p", context=8192, parallel="ep2")
+    found = planned(V4, NO_PEERS, context=8192, parallel="ep2")
     assert found.plan.rounded_from == LEAST
     assert said(found, "rounded_from") == (LEAST, Origin.SEED, [])
     assert takes_rounded(found.selection, Phase.CHUNK)
@@ -40,6 +46,25 @@ def test_experts_that_round_first_are_sent_rounded_rows() -> None:
         ("cp2/tp2ep2", LayoutPlan(name="cp2/tp2ep2", tensor=2, expert=2, prefill=2), LEAST),
     ):
         assert rounded_from(layout, whole, DecisionLedger()) == value, name
+
+
+def test_rows_are_priced_as_they_are_sent() -> None:
+    """Four layers of 4,096 rows a domain there and back, long ones by copy engines; few rows as
+    they are."""
+    found = planned(V4, NO_PEERS, context=8192, parallel="ep2")
+    tree = from_facts(describe(NO_PEERS).facts).group(2, 2)
+    priced = cost("ep2", found)
+    many = 2 * 4096 * 4096
+    there, back = copied_gather(tree, many + many // 32), copied_scatter(tree, 2 * many)
+    assert priced.prefill(4096, 4096).sent * 1e6 == pytest.approx(4 * (there + back))
+    few = 2 * 2 * 4096 * 2
+    assert priced.prefill(2, 2).sent * 1e6 == pytest.approx(
+        4 * 2 * direct(tree, few, through_host=True)
+    )
+    as_they_are = StepCost(replace(priced.work, rounded=False), tree)
+    assert as_they_are.prefill(4096, 4096).sent * 1e6 == pytest.approx(
+        4 * (copied_gather(tree, 2 * many) + back)
+    )
 
 
 def test_kernels_that_take_rows_as_they_are_say_so_by_phase() -> None:
