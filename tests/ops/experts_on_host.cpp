@@ -1,6 +1,7 @@
 // cuda_experts.cu as it is, on the host: the threads of a block are coroutines that switch where a
-// warp or the block meets, so the order is the same in every run. A copy into shared memory happens
-// when it is waited for and not before; shared memory begins as NaN.
+// warp or the block meets, so the order is the same in every run. A warp goes on until it waits for
+// the block, so that nothing but the block's barriers keeps warps together. A copy into shared memory
+// happens as late as it may, when it is waited for, or at once. Shared memory begins as NaN.
 #include <ucontext.h>
 
 #include <cmath>
@@ -35,6 +36,7 @@ struct Copy {
 struct Thread {
     ucontext_t context;
     bool done;
+    int awaited; // turn of the block's meeting that it waits for; -1: of none
     std::vector<std::vector<Copy>> groups;
 };
 static struct {
@@ -45,6 +47,7 @@ static struct {
     ucontext_t home;
     int misplaced;
     u64 arrivals;
+    bool back; // the last warp and lane first, and copies at once
 } block;
 
 static void meet(Meeting &meeting, int members) {
@@ -55,9 +58,9 @@ static void meet(Meeting &meeting, int members) {
         meeting.arrived = 0;
         ++meeting.turn;
     }
-    while (meeting.turn == turn) {
-        swapcontext(&block.threads[me].context, &block.home);
-    }
+    block.threads[me].awaited = &meeting == &block.all ? turn : -1;
+    while (meeting.turn == turn) swapcontext(&block.threads[me].context, &block.home);
+    block.threads[me].awaited = -1;
 }
 static void __syncthreads() { meet(block.all, HOST_THREADS); }
 static void meet_warp() { meet(block.warps[threadIdx.x / 32], 32); }
@@ -83,11 +86,22 @@ static u8 *placed(u32 at, u32 size) {
     if (at % size || at + size > sizeof block.shared) block.misplaced = 1;
     return block.shared + at;
 }
+static void copy_now(const Copy &each) {
+    u8 *to = placed(each.to, 16);
+    if (each.from)
+        memcpy(to, each.from, 16);
+    else
+        memset(to, 0, 16);
+}
 static void copy16(u32 to, const void *from, bool live) {
     auto &groups = block.threads[threadIdx.x].groups;
     if ((uintptr_t)from % 16) block.misplaced = 1;
     if (groups.empty()) groups.emplace_back();
-    groups.back().push_back({to, live ? from : nullptr});
+    const Copy copy = {to, live ? from : nullptr};
+    if (block.back)
+        copy_now(copy);
+    else
+        groups.back().push_back(copy);
 }
 static void end_copies() {
     auto &groups = block.threads[threadIdx.x].groups;
@@ -97,13 +111,7 @@ static void end_copies() {
 template <int LEFT> static void copies_left() {
     auto &groups = block.threads[threadIdx.x].groups;
     while (groups.size() > LEFT + 1) { // the last one is open
-        for (const Copy &each : groups.front()) {
-            u8 *to = placed(each.to, 16);
-            if (each.from)
-                memcpy(to, each.from, 16);
-            else
-                memset(to, 0, 16);
-        }
+        for (const Copy &each : groups.front()) copy_now(each);
         groups.erase(groups.begin());
     }
 }
@@ -111,6 +119,8 @@ static void load_matrices(u32 (&r)[4], u32 at) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     block.told[warp][lane][0] = at;
     meet_warp();
+    for (u32 i = lane / 8 * 8; i < lane; ++i) // eight rows are read at once, from eight places in turn
+        if ((block.told[warp][i][0] ^ at) % 128 < 16) block.misplaced = 1;
     for (u32 i = 0; i < 4; ++i)
         memcpy(&r[i], placed(block.told[warp][8 * i + lane / 4][0], 16) + lane % 4 * 4, 4);
     meet_warp();
@@ -178,14 +188,30 @@ static void body() {
         mx_down(*(const Product *)given);
     }
     block.threads[threadIdx.x].done = true;
+    ++block.arrivals;
 }
 
-// Kernel 0 (mx_round), 1 (mx_up), 2 (mx_down), one block after another, threads in order or, with
-// `back`, the last first. 1: an access was not aligned or outside; 2: threads wait for each other.
+// The lanes of a warp, each until it waits, again and again; whether any got further.
+static bool advance(u32 warp) {
+    const u64 begun = block.arrivals;
+    for (u64 before = begun - 1; before != block.arrivals;) {
+        before = block.arrivals;
+        for (u32 i = 0; i < 32; ++i) {
+            threadIdx.x = warp * 32 + (block.back ? 31 - i : i);
+            const Thread &thread = block.threads[threadIdx.x];
+            if (!thread.done && thread.awaited != block.all.turn)
+                swapcontext(&block.home, &block.threads[threadIdx.x].context);
+        }
+    }
+    return block.arrivals != begun;
+}
+
+// Kernel 0 (mx_round), 1 (mx_up), 2 (mx_down), one block after another. 1: an access was not aligned,
+// outside, or met another's bank; 2: threads wait for each other.
 extern "C" __attribute__((visibility("default"))) int run(int kernel, const void *argument, u32 grid,
                                                           int back) {
     static std::vector<u8> stacks((size_t)HOST_THREADS * STACK);
-    which = kernel, given = argument;
+    which = kernel, given = argument, block.back = back;
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
         memset(block.shared, 0xFF, sizeof block.shared);
         block.all = Meeting();
@@ -197,21 +223,16 @@ extern "C" __attribute__((visibility("default"))) int run(int kernel, const void
             thread.context.uc_stack.ss_size = STACK;
             thread.context.uc_link = &block.home;
             thread.done = false;
+            thread.awaited = -1;
             thread.groups.clear();
             makecontext(&thread.context, body, 0);
         }
-        for (bool left = true; left;) {
-            left = false;
-            const u64 before = block.arrivals;
-            for (u32 i = 0; i < HOST_THREADS; ++i) {
-                threadIdx.x = back ? HOST_THREADS - 1 - i : i;
-                Thread &thread = block.threads[threadIdx.x];
-                if (thread.done) continue;
-                swapcontext(&block.home, &thread.context);
-                left = left || !thread.done;
-            }
-            if (left && block.arrivals == before) return 2;
+        for (bool moved = true; moved;) {
+            moved = false;
+            for (u32 i = 0; i < MX_WARPS; ++i) moved |= advance(back ? MX_WARPS - 1 - i : i);
         }
+        for (const Thread &thread : block.threads)
+            if (!thread.done) return 2;
     }
     const int misplaced = block.misplaced;
     block.misplaced = 0;

@@ -45,7 +45,8 @@ class Rounding(ctypes.Structure):
 
 
 class HostKernels:
-    """Stands in for a card; `back`: the last thread of a block goes first."""
+    """Stands in for a card; `back`: the last thread of a block goes first, and copies are done at
+    once, not when they are waited for."""
 
     def __init__(self, library: Path, tile: MxTile, back: bool = False) -> None:
         self.tile, self._run, self._back = tile, ctypes.CDLL(str(library)).run, back
@@ -54,7 +55,7 @@ class HostKernels:
         if name == "mx_round":
             arguments = (Rounding(*(each.value for each in arguments)),)
         outcome = self._run(NAMES.index(name), ctypes.byref(arguments[0]), grid, self._back)
-        assert outcome == 0, "not aligned" if outcome == 1 else "threads wait for each other"
+        assert outcome == 0, "misplaced" if outcome == 1 else "threads wait for each other"
 
 
 @pytest.fixture(autouse=True)
