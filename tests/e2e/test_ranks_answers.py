@@ -313,11 +313,53 @@ def test_every_rank_holds_its_part_once(
     assert held[0]["weights"] + shared == whole  # type: ignore[index]
 
 
-def test_a_killed_rank_ends_the_engine_with_its_name(
-    folders: dict[str, Path], closing: list[Engine]
-) -> None:
-    engine = engine_of(folders, "llama", parallel="tp2", concurrency=2)
-    closing.append(engine)
+@dataclass
+class Pair:
+    """Two ranks whose first uses are watched; `ready`: how many lines `uses` had when they were."""
+
+    engine: Engine
+    uses: Path
+    ready: int
+
+    def since(self) -> list[str]:
+        return self.uses.read_text().splitlines()[self.ready :]
+
+
+@pytest.fixture(scope="module")
+def pair(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    uses = tmp_path_factory.mktemp("uses") / "log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FIRST_USES", str(uses))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "first_uses"), prepend=os.pathsep)
+        engine = engine_of(folders, "llama", parallel="tp2", concurrency=4, chunk_tokens=CHUNK)
+    pids = group_of(engine).pids
+    yield Pair(engine, uses, len(uses.read_text().splitlines()))
+    engine.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_b30_ranks_use_nothing_for_the_first_time_after_ready(pair: Pair) -> None:
+    """Drawn requests of every kind, chunks of several lengths, among them several in one step."""
+    seen = {int(line.split()[0]) for line in pair.uses.read_text().splitlines()}
+    assert seen == set(group_of(pair.engine).pids)  # every rank is watched
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, 131) for _ in range(n)] for n in (1, 3, 33, 34, 70, 100, 150)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=2, logprobs=2),
+        SamplingParams(temperature=0.8, seed=1, top_k=5, top_p=0.9, min_p=0.01, max_tokens=8),
+        SamplingParams(temperature=0.8, seed=2, presence_penalty=0.5, max_tokens=8),
+        SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.2, max_tokens=8),
+        SamplingParams(temperature=0.8, seed=4, logit_bias={5: 3.0}, max_tokens=8),
+        SamplingParams(temperature=0.0, max_tokens=8, min_tokens=6),
+        SamplingParams(temperature=1.0, seed=5, max_tokens=6),
+    ]
+    for answer in ask(pair.engine, prompts, params):
+        assert answer.finish is not None and not answer.error
+    assert pair.since() == []
+
+
+def test_a_killed_rank_ends_the_engine_with_its_name(pair: Pair) -> None:
+    engine = pair.engine  # the last test with it
     (answer,) = ask(engine, [[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=2))
     assert len(answer.tokens) == 2
     pid = group_of(engine).pids[1]
