@@ -60,7 +60,6 @@ MISSED = {
     ("two cards, cp2/tp2, host", "prefill,"): HOST_BOUND,
     ("two cards, ep2, host, halves", "decode, batch 1,"): FEW_ROWS,
     ("two cards, ep2, host, halves", "prefill,"): "gathered unrounded, by kernels, when it ran",
-    ("two cards, ep2, host, halves", "prefill, 4 x 8192"): "measured before rows were rounded",
     ("two cards, tp2, host, halves", "prefill, 2048 tokens"): HOST_BOUND,
 }
 """Case and how a row begins -> why it is not within `WITHIN`."""
