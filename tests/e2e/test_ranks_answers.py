@@ -331,7 +331,8 @@ def pair(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FIRST_USES", str(uses))
         patch.setenv("PYTHONPATH", str(Path(__file__).parent / "first_uses"), prepend=os.pathsep)
-        engine = engine_of(folders, "llama", parallel="tp2", concurrency=4, chunk_tokens=CHUNK)
+        wish: dict[str, Any] = {"parallel": "tp2", "concurrency": 4, "chunk_tokens": CHUNK}
+        engine = start(folders["llama"], context=CONTEXT, **wish)  # float32, by kernels in C
     pids = group_of(engine).pids
     yield Pair(engine, uses, len(uses.read_text().splitlines()))
     engine.close()
