@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from torch import Tensor
 from metainfer.core.errors import InternalError
 from metainfer.kernels import cubin, driver
 from metainfer.ops.linear.packed import PackedWeight
-from metainfer.ops.moe_experts.cuda_tiles import MxTile, mx_for
+from metainfer.ops.moe_experts.cuda_tiles import MX_TILES, MxTile, mx_for
 from metainfer.ops.moe_experts.plan import sorted_plan
 from metainfer.ops.moe_experts.triton_combine import combine_kernel
 
@@ -51,7 +52,7 @@ class Kernels(Protocol):
 
 
 class CardKernels:
-    """On a card, loaded once. `software`: see `MxTile.source`.
+    """On a card. `software`: see `MxTile.source`.
 
     Raises:
         CudaError: they do not compile or load here.
@@ -75,9 +76,13 @@ class CardKernels:
 
 
 @cache
-def kernels(tile: MxTile, device: int, software: int = 0) -> CardKernels:
-    """As `CardKernels`, kept."""
-    return CardKernels(tile, device, software)
+def kernels(device: int, software: int = 0) -> Mapping[MxTile, Kernels]:
+    """Those of every tile, so that the first call leaves nothing to compile.
+
+    Raises:
+        CudaError: as `CardKernels`.
+    """
+    return {tile: CardKernels(tile, device, software) for tile in MX_TILES}
 
 
 def rounded(x: Tensor, run: Kernels) -> tuple[Tensor, Tensor]:
@@ -130,16 +135,15 @@ def products(
 
 def experts(
     x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, shared: Tensor | None = None, *,
-    experts: int, limit: float = 0.0, tile: MxTile | None = None, software: int = 0,
+    experts: int, limit: float = 0.0, software: int = 0,
 ) -> Tensor:  # fmt: skip
     """See `ref.moe_experts_rounded`: x bf16 [T, D], ids [T, k] int32, routes [T, k] float32."""
     (tokens, d), top = x.shape, ids.shape[1]
     out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    tile = tile or mx_for(ids.numel(), experts)
-    run = kernels(tile, x.device.index, software)
-    order, table = sorted_plan(ids, experts, tile.m)
+    run = kernels(x.device.index, software)[mx_for(ids.numel(), experts)]
+    order, table = sorted_plan(ids, experts, run.tile.m)
     y = products(x, order, table, routes, up, down, limit, run)
     block = 1024
     combine_kernel[(tokens, triton.cdiv(d, block))](

@@ -42,6 +42,7 @@ class MxTile:
 
 MX_STREAM = MxTile(n=256, m=8, warps=8, across=1, stages=5)
 MX_CHUNK = MxTile(n=256, m=64, warps=8, across=2, stages=3)
+MX_TILES = (MX_STREAM, MX_CHUNK)
 
 
 def mx_for(pairs: int, experts: int) -> MxTile:

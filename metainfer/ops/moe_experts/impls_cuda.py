@@ -12,7 +12,7 @@ from metainfer.kernels.conditions import (
 from metainfer.kernels.cost import roofline
 from metainfer.kernels.impl import Numerics
 from metainfer.ops.declare import ON_CUDA, compiled_cuda
-from metainfer.ops.moe_experts.cuda_tiles import MX_CHUNK, MX_STREAM
+from metainfer.ops.moe_experts.cuda_tiles import MX_TILES
 from metainfer.ops.moe_experts.impls_triton import (
     BF16,
     CLAMP,
@@ -21,7 +21,6 @@ from metainfer.ops.moe_experts.impls_triton import (
     expert_traffic,
 )
 
-TILES = (MX_STREAM, MX_CHUNK)
 INSTRUCTION = (dot_type("float4_e2m1"), feature("block_scaled_mma"))
 
 IMPLS = (
@@ -36,9 +35,9 @@ IMPLS = (
             weight_schemes("mxfp4"),
             capability((12, 0), (12, 1)),
             *INSTRUCTION,
-            multiple_of("d", max(tile.n for tile in TILES)),
+            multiple_of("d", max(tile.n for tile in MX_TILES)),
             multiple_of("f", 128),
-            shared_memory(max(tile.shared_bytes() for tile in TILES)),
+            shared_memory(max(tile.shared_bytes() for tile in MX_TILES)),
         ),
         requires_layout=STORED,
         honours=CLAMP,
