@@ -8,11 +8,11 @@ down and the last one's way up are hidden by nothing.
 
 Down and up have a stream each that carries copies alone, so that both directions of the link work
 at once and an engine goes from copy to copy; sums have a third. Between ranks a counter in host
-memory is written behind each copy and awaited before one, by the stream itself where a device does
-that, and by one-thread kernels on two more streams where not. Such a kernel waits for room beside
-what computes meanwhile, for every piece anew; a stream that waits by itself has neither a budget of
-time nor an ear for an abort: a thread (`_Watch`) has both and lets it go. So each counter is there
-once for every reader. The streams come before others, for sums want room, too.
+memory is written behind each copy and awaited before one, on two more streams: by themselves where
+a device does that, else by one-thread kernels. Such a kernel waits for room beside what computes
+meanwhile, for every piece anew; a stream that waits by itself has neither a budget of time nor an
+ear for an abort: a thread (`_Watch`) has both and lets it go. So each counter is there once for
+every reader. The streams come before others, for sums want room, too.
 
 One staging memory is enough: a rank writes into it only once every peer has taken all of the call
 before. Not for graphs: counters grow from call to call.
@@ -50,9 +50,9 @@ WORDS = layout.WORLD + 3
 COUNTERS = 64 << 10
 LOOK_S, FAR = 0.02, 1 << 62
 """How often a watch looks, and what it lets waits find."""
-LEAST_PIECE, MOST_PIECE = 512 << 10, 4 << 20
-"""Bytes. Copy engines reach 84 GB/s of both directions in pieces of 1 MiB, 95 in pieces of 4 (H200,
-docs/log.md)."""
+LEAST_PIECE, MOST_PIECE, PIECES = 512 << 10, 4 << 20, 8
+"""Bytes, and into how many pieces a part is cut at least, if they are no smaller. Copy engines reach
+84 GB/s of both directions in pieces of 1 MiB, 95 in pieces of 4 (H200, docs/log.md)."""
 PROVEN_PIECE = 16 << 10
 _ADD_BLOCKS = 32
 _FIRST = -1  # of a stream: before those of usual priority
@@ -209,8 +209,9 @@ class CopyRank:
         elif request.op is Op.REDUCE_SCATTER:
             own_out = out
         share = max(end - begin for begin, end in bounds)
+        longest = min(MOST_PIECE, max(LEAST_PIECE, share * width // PIECES))
         least, most = (
-            (self.piece_bytes or each) // width // 8 * 8 for each in (LEAST_PIECE, MOST_PIECE)
+            (self.piece_bytes or each) // width // 8 * 8 for each in (LEAST_PIECE, longest)
         )
         pieces = tuple(ramp(share, least, most))
         kind = element_type(request)
@@ -328,26 +329,25 @@ class CopyRank:
     def _tell(self, which: int, stream: torch.cuda.Stream) -> None:
         """Count `which` up for all who read it, behind what `stream` holds."""
         self._posted[which] += 1
-        value = self._posted[which]
-        if not self.by_streams:
-            self.posts.wait_event(self._mark(stream))
+        value, posts = self._posted[which], self.posts.cuda_stream
+        self.posts.wait_event(self._mark(stream))
         for reader in self._others() if which in (ALL, TAKEN) else [which]:
             word = self.staging.word(self.rank, which, reader)
             if self.by_streams:
-                driver.write_value(word, value, stream.cuda_stream)
+                driver.write_value(word, value, posts)
             else:
-                self._post(1, 1, self.posts.cuda_stream, [driver.u64(word), driver.u64(value)])
+                self._post(1, 1, posts, [driver.u64(word), driver.u64(value)])
 
     def _expect(self, peer: int, which: int, stream: torch.cuda.Stream) -> None:
         """Let `stream` wait until `peer` has counted on."""
         self._seen[peer][which] += 1
         word, value = self.staging.word(peer, which, self.rank), self._seen[peer][which]
         if self.by_streams:
-            driver.await_value(word, value, stream.cuda_stream)
-            return
-        abort = self.staging.word(self.rank, ABORT, self.rank)
-        values = (word, value, abort, self._record.data_ptr(), int(self.budget_s * 1e9), peer)
-        self._await(1, 1, self.waits.cuda_stream, [driver.u64(each) for each in values])
+            driver.await_value(word, value, self.waits.cuda_stream)
+        else:
+            abort = self.staging.word(self.rank, ABORT, self.rank)
+            values = (word, value, abort, self._record.data_ptr(), int(self.budget_s * 1e9), peer)
+            self._await(1, 1, self.waits.cuda_stream, [driver.u64(each) for each in values])
         stream.wait_event(self._mark(self.waits))
 
     @property
