@@ -51,8 +51,8 @@ COUNTERS = 64 << 10
 LOOK_S, FAR = 0.02, 1 << 62
 """How often a watch looks, and what it lets waits find."""
 LEAST_PIECE, MOST_PIECE, PIECES = 512 << 10, 4 << 20, 8
-"""Bytes, and into how many pieces a part is cut at least, if they are no smaller. Copy engines reach
-84 GB/s of both directions in pieces of 1 MiB, 95 in pieces of 4 (H200, docs/log.md)."""
+"""Bytes, and into how many pieces a part is cut at least, if they are no smaller. Copy engines
+reach 84 GB/s of both directions in pieces of 1 MiB, 95 in pieces of 4 (H200, docs/log.md)."""
 PROVEN_PIECE = 16 << 10
 _ADD_BLOCKS = 32
 _FIRST = -1  # of a stream: before those of usual priority
