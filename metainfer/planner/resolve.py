@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from metainfer.core.errors import RefusedError, UsageError
-from metainfer.core.intent import DECISIONS, GOALS, MAX_PENDING, Intent
+from metainfer.core.intent import DECISIONS, GOALS, Intent
 from metainfer.core.ledger import Decision, DecisionLedger, Origin
 from metainfer.core.plan import DraftPlan, GroupPlan, LayoutPlan, Limits, ModelPlan, OpPlan, Plan
 from metainfer.core.step import Phase
@@ -32,8 +32,9 @@ from metainfer.planner.over_cards import seen_by_ranks
 from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.record import record_needs, record_selection
 from metainfer.planner.search import search, unbuilt
-from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, census, parts_held
-from metainfer.platform.facts import CPU, Facts
+from metainfer.planner.weights import WHOLE, Census, census, parts_held
+from metainfer.planner.wishes import Wishes
+from metainfer.platform.facts import Facts
 
 PLANNED_ONLY = "planned_only"
 PHASES = (Phase.CHUNK, Phase.MIXED, Phase.DECODE)
@@ -91,21 +92,6 @@ class Resolved:
         return self.lacking or unbuilt(self.plan.layouts[0], self.layouts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Defaults:
-    """Seeds by device kind; replaced by records once a machine has been tuned."""
-
-    dtype: str
-    running: int
-    step_tokens: int
-    mixed_prefill_tokens: int
-    page_tokens: int
-
-
-_DEFAULTS = {CPU: _Defaults("float32", 32, 1024, 128, 32)}
-_ACCELERATOR = _Defaults("bfloat16", 64, 4096, 512, 64)
-
-
 class _Resolver:
     """One resolution in progress; each method decides one thing and writes it down."""
 
@@ -115,90 +101,7 @@ class _Resolver:
         self.arch = model.arch.with_options(intent.model_options)
         self.facts = facts
         self.ledger = DecisionLedger()
-        self.seeds = _DEFAULTS.get(facts.device.kind, _ACCELERATOR)
-
-    def given(self, name: str, key: str, default: object, why: str, origin: Origin) -> object:
-        """The user's value if there is one, else ours; either way on the record."""
-        value = getattr(self.intent, name)
-        if value is not None:
-            self.ledger.record(key, value, self.intent.origin(name), "asked for")
-            return value
-        self.ledger.record(key, default, origin, why)
-        return default
-
-    def number(self, name: str, key: str, default: int, why: str, origin: Origin) -> int:
-        """`given` for a positive count."""
-        value = self.given(name, key, default, why, origin)
-        if not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} is {value}; it must be at least 1.", code="bad_usage")
-        return value
-
-    def dtype(self) -> str:
-        seed = self.seeds.dtype
-        dtype = str(
-            self.given("dtype", "model.dtype", seed, "the device's usual type", Origin.SEED)
-        )
-        if dtype not in DTYPE_BYTES:
-            raise UsageError(f"dtype {dtype!r} is not known.", f"Known: {', '.join(DTYPE_BYTES)}.")
-        return dtype
-
-    def limits(self) -> Limits:
-        most = self.arch.max_context
-        context = self.number(
-            "context", "limits.max_context", most, "the model's own limit", Origin.CHECKPOINT
-        )
-        if context > most:
-            raise RefusedError(
-                f"a context of {context:,} tokens exceeds the model's {most:,}.",
-                f"Use --context {most:,} or less.",
-                code="context_too_long",
-            )
-        running = self.intent.concurrency
-        if running is None:
-            running = self.seeds.running
-        elif running < 1:
-            raise UsageError(f"concurrency is {running}; it must be at least 1.", code="bad_usage")
-        step = self.number(
-            "chunk_tokens",
-            "limits.step_tokens",
-            max(self.seeds.step_tokens, running),
-            "seed for this kind of device",
-            Origin.SEED,
-        )
-        if step < running:
-            raise UsageError(
-                f"a step of {step} tokens cannot decode {running} sequences.",
-                f"Raise --chunk-tokens to {running}, or lower --concurrency.",
-            )
-        seed = self.seeds.mixed_prefill_tokens
-        mixed = self.number(
-            "mixed_tokens",
-            "limits.mixed_prefill_tokens",
-            min(seed, step),
-            "bounds how long a prompt can hold up running answers",
-            Origin.SEED if seed < step else Origin.DERIVED,
-        )
-        if mixed > step:
-            raise UsageError(
-                f"{mixed} prompt tokens do not fit into a step of {step}.",
-                f"Pass --mixed-prefill-tokens {step} or less, or raise --chunk-tokens.",
-            )
-        why = "further requests get 429 and retry"
-        waiting = self.number("max_waiting", "limits.max_waiting", MAX_PENDING, why, Origin.DEFAULT)
-        return Limits(
-            max_context=context,
-            max_running=running,
-            step_tokens=step,
-            mixed_prefill_tokens=mixed,
-            max_waiting=waiting,
-        )
-
-    def record_running(self, running: int) -> None:
-        """After memory has spoken: a seed gives way to it, a user's word does not."""
-        seed, why = self.seeds.running, "seed for this kind of device"
-        if self.intent.concurrency is None and running < seed:
-            why = f"seed {seed} lowered to {running}: the cache holds no more"
-        self.number("concurrency", "limits.max_running", running, why, Origin.SEED)
+        self.wishes = Wishes(intent, self.arch, facts, self.ledger)
 
     def record_cache(self, held: Held, selection: Selection) -> None:
         limited = f"limited by {held.cache.limited_by}"
@@ -206,24 +109,6 @@ class _Resolver:
             limited += f"; at most {self.intent.memory_share:.0%} of the memory is used"
         self.ledger.record("kv_tokens", held.kv_tokens, Origin.DERIVED, limited)
         record_needs(self.ledger, held, selection)
-
-    def page_tokens(self) -> int:
-        """Decided before kernels are, since they have conditions on it.
-
-        A page holds whole compressed entries; two of the longest where the seed holds none.
-        """
-        unit, seed = self.arch.page_unit, self.seeds.page_tokens
-        why = "seed, a power of two"
-        if seed % unit:
-            seed, why = 2 * unit, f"two units of {unit} tokens, in which every ratio closes"
-        page = self.number("page_tokens", "kv_groups", seed, why, Origin.SEED)
-        if page % unit:
-            raise UsageError(
-                f"a page of {page} tokens cuts compressed entries of this model.",
-                f"Use a multiple of {unit}.",
-                code="bad_page",
-            )
-        return page
 
     def draft(self, limits: Limits) -> DraftPlan:
         """The drafter; one that comes with the checkpoint is loaded beside the model."""
@@ -280,14 +165,6 @@ class _Resolver:
         self.ledger.record("graphs", ", ".join(listed) or "none", origin, why)
         return chosen
 
-    def record_threads(self, source: Origin) -> None:
-        cores = self.facts.host.usable_cores
-        if cores is None:
-            why = "the number of usable cores is unknown"
-            self.number("threads", "threads", 1, why, Origin.DEFAULT)
-        else:
-            self.number("threads", "threads", cores, "every usable core", source)
-
     def record_given(self, machine: str, source: Origin) -> None:
         """What was asked for, and what the machine is. `source`: where its facts come from."""
         intent, facts = self.intent, self.facts
@@ -302,7 +179,7 @@ class _Resolver:
         what = "fingerprint of devices and software" if probed else "the machine file"
         self.ledger.record("machine", machine, source, what)
         adapters.record(self.ledger, self.arch.adapters, intent.origin("adapters"))
-        self.record_threads(source)
+        self.wishes.record_threads(source)
 
     def plan(self, cards: Cards, held: Held, selection: Selection, machine: str) -> Plan:
         """Everything decided, frozen."""
@@ -401,8 +278,9 @@ def resolve(
     _check_wish(intent)
     facts = seen_by_ranks(intent, facts, model.arch.routed_experts, emulation)
     resolver = _Resolver(intent, model, facts)
-    ledger, dtype, limits = resolver.ledger, resolver.dtype(), resolver.limits()
-    page, draft = resolver.page_tokens(), resolver.draft(limits)
+    ledger, wishes = resolver.ledger, resolver.wishes
+    dtype, limits = wishes.dtype(), wishes.limits()
+    page, draft = wishes.page_tokens(), resolver.draft(limits)
     counted = resolver.census()
 
     known: Outcomes = {}
@@ -437,7 +315,7 @@ def resolve(
     assert held is not None and selection is not None
     record_selection(ledger, intent, selection)
     cards.limits = replace(limits, max_running=min(held.running, limits.max_running))
-    resolver.record_running(cards.limits.max_running)
+    wishes.record_running(cards.limits.max_running)
     resolver.record_cache(held, selection)
     resolver.record_given(machine, source)
     plan = resolver.plan(cards, held, selection, machine)
@@ -468,7 +346,8 @@ def choose(
 ) -> Selection:
     """The kernels alone, for a machine that cannot hold the rest. Raises as `resolve`."""
     resolver = _Resolver(intent, model, facts)
-    dtype, limits, page = resolver.dtype(), resolver.limits(), resolver.page_tokens()
+    wishes = resolver.wishes
+    dtype, limits, page = wishes.dtype(), wishes.limits(), wishes.page_tokens()
     draft = resolver.draft(limits)
     asked = resolver.requests(dtype, limits, page, draft, resolver.census())
     return select(registry, asked, facts, policy, shares.steps(limits, intent.goal))

@@ -1,0 +1,147 @@
+"""Fields of an intent as values: the user's where there is one, else a seed of the device or the
+model's own, each on the record with its author.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.intent import MAX_PENDING, Intent
+from metainfer.core.ledger import DecisionLedger, Origin
+from metainfer.core.plan import Limits
+from metainfer.models.arch import Arch
+from metainfer.planner.weights import DTYPE_BYTES
+from metainfer.platform.facts import CPU, Facts
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """Seeds by device kind; replaced by records once a machine has been tuned."""
+
+    dtype: str
+    running: int
+    step_tokens: int
+    mixed_prefill_tokens: int
+    page_tokens: int
+
+
+_DEFAULTS = {CPU: _Defaults("float32", 32, 1024, 128, 32)}
+_ACCELERATOR = _Defaults("bfloat16", 64, 4096, 512, 64)
+
+
+class Wishes:
+    """What one intent asks of a model on a machine; each method decides one thing."""
+
+    def __init__(self, intent: Intent, arch: Arch, facts: Facts, ledger: DecisionLedger) -> None:
+        self.intent, self.arch, self.facts, self.ledger = intent, arch, facts, ledger
+        self.seeds = _DEFAULTS.get(facts.device.kind, _ACCELERATOR)
+
+    def given(self, name: str, key: str, default: object, why: str, origin: Origin) -> object:
+        """The user's value if there is one, else ours; either way on the record."""
+        value = getattr(self.intent, name)
+        if value is not None:
+            self.ledger.record(key, value, self.intent.origin(name), "asked for")
+            return value
+        self.ledger.record(key, default, origin, why)
+        return default
+
+    def number(self, name: str, key: str, default: int, why: str, origin: Origin) -> int:
+        """`given` for a positive count."""
+        value = self.given(name, key, default, why, origin)
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name} is {value}; it must be at least 1.", code="bad_usage")
+        return value
+
+    def dtype(self) -> str:
+        seed = self.seeds.dtype
+        dtype = str(
+            self.given("dtype", "model.dtype", seed, "the device's usual type", Origin.SEED)
+        )
+        if dtype not in DTYPE_BYTES:
+            raise UsageError(f"dtype {dtype!r} is not known.", f"Known: {', '.join(DTYPE_BYTES)}.")
+        return dtype
+
+    def limits(self) -> Limits:
+        most = self.arch.max_context
+        context = self.number(
+            "context", "limits.max_context", most, "the model's own limit", Origin.CHECKPOINT
+        )
+        if context > most:
+            raise RefusedError(
+                f"a context of {context:,} tokens exceeds the model's {most:,}.",
+                f"Use --context {most:,} or less.",
+                code="context_too_long",
+            )
+        running = self.intent.concurrency
+        if running is None:
+            running = self.seeds.running
+        elif running < 1:
+            raise UsageError(f"concurrency is {running}; it must be at least 1.", code="bad_usage")
+        step = self.number(
+            "chunk_tokens",
+            "limits.step_tokens",
+            max(self.seeds.step_tokens, running),
+            "seed for this kind of device",
+            Origin.SEED,
+        )
+        if step < running:
+            raise UsageError(
+                f"a step of {step} tokens cannot decode {running} sequences.",
+                f"Raise --chunk-tokens to {running}, or lower --concurrency.",
+            )
+        seed = self.seeds.mixed_prefill_tokens
+        mixed = self.number(
+            "mixed_tokens",
+            "limits.mixed_prefill_tokens",
+            min(seed, step),
+            "bounds how long a prompt can hold up running answers",
+            Origin.SEED if seed < step else Origin.DERIVED,
+        )
+        if mixed > step:
+            raise UsageError(
+                f"{mixed} prompt tokens do not fit into a step of {step}.",
+                f"Pass --mixed-prefill-tokens {step} or less, or raise --chunk-tokens.",
+            )
+        why = "further requests get 429 and retry"
+        waiting = self.number("max_waiting", "limits.max_waiting", MAX_PENDING, why, Origin.DEFAULT)
+        return Limits(
+            max_context=context,
+            max_running=running,
+            step_tokens=step,
+            mixed_prefill_tokens=mixed,
+            max_waiting=waiting,
+        )
+
+    def record_running(self, running: int) -> None:
+        """After memory has spoken: a seed gives way to it, a user's word does not."""
+        seed, why = self.seeds.running, "seed for this kind of device"
+        if self.intent.concurrency is None and running < seed:
+            why = f"seed {seed} lowered to {running}: the cache holds no more"
+        self.number("concurrency", "limits.max_running", running, why, Origin.SEED)
+
+    def page_tokens(self) -> int:
+        """Decided before kernels are, since they have conditions on it.
+
+        A page holds whole compressed entries; two of the longest where the seed holds none.
+        """
+        unit, seed = self.arch.page_unit, self.seeds.page_tokens
+        why = "seed, a power of two"
+        if seed % unit:
+            seed, why = 2 * unit, f"two units of {unit} tokens, in which every ratio closes"
+        page = self.number("page_tokens", "kv_groups", seed, why, Origin.SEED)
+        if page % unit:
+            raise UsageError(
+                f"a page of {page} tokens cuts compressed entries of this model.",
+                f"Use a multiple of {unit}.",
+                code="bad_page",
+            )
+        return page
+
+    def record_threads(self, source: Origin) -> None:
+        cores = self.facts.host.usable_cores
+        if cores is None:
+            why = "the number of usable cores is unknown"
+            self.number("threads", "threads", 1, why, Origin.DEFAULT)
+        else:
+            self.number("threads", "threads", cores, "every usable core", source)
