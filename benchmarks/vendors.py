@@ -2,8 +2,9 @@
 
     python benchmarks/vendors.py --out FOLDER [--libraries FOLDER ...]
 
-FP8 products beside DeepGEMM (`fp8_gemm_nt`, block scales 1x128 and 128x128) and sparse attention
-beside FlashMLA (`flash_mla_sparse_fwd`, bf16 latents, 640 keys a query, sink). Each `--libraries`
+FP8 products beside DeepGEMM (`fp8_gemm_nt`, block scales 1x128 and 128x128), routed experts beside
+its grouped products (`m_grouped_fp8_gemm_nt_contiguous`), and sparse attention beside FlashMLA
+(`flash_mla_sparse_fwd`, bf16 latents, 640 keys a query, sink). Each `--libraries`
 folder holds packages to try, in order; one that cannot be imported, or that is wrong by its own
 numbers, is told and not timed. Both sides are checked against float64, then timed in graphs,
 interleaved, over rotated weights. Children compile every kernel beforehand, a matrix each, so that
@@ -32,6 +33,8 @@ from v4_kernels import ceilings
 
 from metainfer.ops.attn_sparse import vendor_flash_mla
 from metainfer.ops.linear.fp8 import chunk, quantise, stream
+from metainfer.ops.moe_experts.choice import wgmma_for
+from metainfer.ops.moe_experts.mxfp4 import experts, prepare
 
 BAR = 0.01
 """Relative rms error that a bf16 result of FP8 operands stays well under."""
@@ -209,6 +212,68 @@ def attention(flash_mla: Any, rates: dict[str, float]) -> Iterator[dict[str, Any
         yield finish(row, sides, 1)
 
 
+def grouped(deep_gemm: Any, rates: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Routed experts: ours whole, over MXFP4 weights (sorting, both products, SwiGLU, quantisation,
+    sum); the vendor's two grouped products alone, over FP8 weights, rows sorted and padded."""
+    from v4_cases import TOP, D, E, F, _experts_truth, _mx, _routes, _tokens
+
+    up, down = _mx(E * 2 * F, D), _mx(E * D, F)
+    packed, limit = (prepare(*up), prepare(*down)), 4.0
+    gemm = getattr(deep_gemm, "m_grouped_fp8_gemm_nt_contiguous", None)
+    held = []
+    for n, k in ((2 * F, D), (D, F)) if gemm is not None else ():
+        one = (torch.randn(n, k, device="cuda") * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+        scale = torch.full((E, n // 128, k // 128), 2.0**-9, device="cuda")
+        held.append((one.expand(E, n, k).contiguous(), scale))
+    for tokens in (2048, 8192):
+        x, (ids, routes) = _tokens(tokens, D), _routes(tokens)
+        row: dict[str, Any] = {"op": "routed experts", "m": tokens}
+        tile = wgmma_for(tokens * TOP, E, D, F)
+
+        def ours(
+            i: int, x: Tensor = x, ids: Tensor = ids, routes: Tensor = routes, tile: Any = tile
+        ) -> Tensor:
+            return experts(x, ids, routes, *packed, experts=E, limit=limit, tile=tile)
+
+        truth, _ = _experts_truth(x[:64], ids[:64], routes[:64], up, down, limit, True)
+        row["ours_error"] = off(ours(0), truth)
+        sides: dict[str, Callable[[int], object]] = {}
+        if row["ours_error"] <= BAR:
+            sides["ours"] = ours
+        if gemm is not None:
+            counts = torch.bincount(ids.flatten().long(), minlength=E)
+            padded = -(-counts // 128) * 128
+            rows = int(padded.sum())
+            of = torch.repeat_interleave(torch.arange(E, device="cuda"), padded).int()
+            given = [
+                quantise(torch.randn(rows, w.shape[2], device="cuda").to(torch.bfloat16))
+                for w, _ in held
+            ]
+            outs = [
+                torch.empty(rows, w.shape[1], device="cuda", dtype=torch.bfloat16) for w, _ in held
+            ]
+
+            def theirs(
+                i: int, given: Any = given, outs: list[Tensor] = outs, of: Tensor = of
+            ) -> list[Tensor]:
+                for (q, scales), (w, s), out in zip(given, held, outs, strict=True):
+                    gemm((q, scales.T), (w, s), out, of)
+                return outs
+
+            try:
+                first = theirs(0)[0]
+                q, scales = given[0]
+                wide = scales.T[:64].double().repeat_interleave(128, 1)
+                want = (q[:64].double() * wide) @ (held[0][0][0].double() * 2.0**-9).T
+                row |= {"deep_gemm_error": off(first, want), "padded_pairs": rows}
+                if row["deep_gemm_error"] <= BAR:
+                    sides["deep_gemm"] = theirs
+            except (RuntimeError, TypeError, AssertionError) as error:
+                row["deep_gemm_refused"] = str(error).splitlines()[0][:200]
+        row["limit_s"] = 6.0 * tokens * TOP * D * F / rates["fp8_flops"]
+        yield finish(row, sides, 1)
+
+
 def finish(
     row: dict[str, Any], sides: dict[str, Callable[[int], object]], copies: int
 ) -> dict[str, Any]:
@@ -237,7 +302,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--libraries", type=Path, nargs="*", default=[])
-    parser.add_argument("--only", choices=("attention", "products"))
+    parser.add_argument("--only", choices=("attention", "grouped", "products"))
     parser.add_argument("--compile", metavar="MATRIX", help="launch what its rows need, time none")
     args = parser.parse_args()
     deep_gemm, gemm_from = vendor("deep_gemm", args.libraries)
@@ -246,7 +311,8 @@ def main() -> int:
         list(products(deep_gemm, idle, [args.compile]))
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    compiled(args.libraries)
+    if args.only in (None, "products"):
+        compiled(args.libraries)
     flash_mla, mla_from = vendor("flash_mla", args.libraries)
     print(f"deep_gemm: {gemm_from}\nflash_mla: {mla_from}")
     rates = ceilings()
@@ -262,6 +328,7 @@ def main() -> int:
     # Attention first: its rows are few, and nobody has seen them.
     parts = {
         "attention": attention(flash_mla, rates),
+        "grouped": grouped(deep_gemm, rates),
         "products": products(deep_gemm, rates, MATRICES),
     }
     for row in chain(*(part for name, part in parts.items() if args.only in (None, name))):
