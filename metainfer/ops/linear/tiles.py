@@ -64,10 +64,9 @@ class ChunkTile:
         return max(buffers * step + scratch, self.m * self.n * 4) + 1024
 
 
-STREAM = StreamTile(n=128, warps=8, stages=4)
-STREAM_EARLY = StreamTile(n=128, warps=8, stages=4, early=2)  # a small matrix
-STREAM_WIDE = StreamTile(n=128, warps=4, stages=3)  # more than 16 tokens
-STREAM_SHORT = StreamTile(n=64, warps=4, stages=4)  # of a small matrix
+STREAM = StreamTile(n=128, warps=4, stages=4, early=1)
+STREAM_SHORT = StreamTile(n=128, warps=8, stages=4, early=2)  # a small matrix
+STREAM_SHORT_WIDE = StreamTile(n=64, warps=4, stages=4, early=1)  # and more than 16 tokens
 STREAM_SMALL = StreamTile(n=64, warps=4, stages=4)  # shared memory of 101,376 B
 STREAM_SMALL_WIDE = StreamTile(n=64, warps=4, stages=3)
 CHUNK_WGMMA = ChunkTile(m=64, n=128, warps=4, stages=3, tma=True, group=32)
@@ -78,16 +77,16 @@ CHUNK_FEW_WGMMA = ChunkTile(m=64, n=64, warps=4, stages=4, tma=True, group=32)
 CHUNK_FEW = ChunkTile(m=64, n=64, warps=4, stages=3)
 FEW_ROWS = 128
 """Tokens up to which tiles are small, so that there are enough of them."""
-SMALL = 1 << 24
-"""Elements of a matrix that is read while its kernel is still starting."""
+SMALL = 1 << 23
+"""Fewer elements are a small matrix: cut into many short parts."""
 
 
-def stream_for(capability: tuple[int, int] | None, rows: int, size: int = 2 * SMALL) -> StreamTile:
+def stream_for(capability: tuple[int, int] | None, rows: int, size: int = SMALL) -> StreamTile:
     """The streaming tile of a card for a matrix of `size` elements."""
     if capability is not None and capability[0] == 9:
-        if rows <= 16:
-            return STREAM_EARLY if size <= SMALL else STREAM
-        return STREAM_SHORT if size <= SMALL // 2 else STREAM_WIDE
+        if size >= SMALL:
+            return STREAM
+        return STREAM_SHORT if rows <= 16 else STREAM_SHORT_WIDE
     return STREAM_SMALL if rows <= 16 else STREAM_SMALL_WIDE
 
 
