@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import v4
 from harness import Answer, ask, save_tiny, start
 from test_invariance import same
@@ -56,6 +57,7 @@ class Peer(Alone):
     """A rank whose peers add nothing; `rows_of` every sum in order. `open`: sums under way;
     `beside`: how many began while another was."""
 
+    size = 2
     rows_of: list[int] = field(default_factory=list)
     open: int = 0
     beside: int = 0
@@ -67,6 +69,23 @@ class Peer(Alone):
         pending = Poisoned(self, x, x.clone())
         x.fill_(float("nan"))
         return pending
+
+
+@dataclass
+class Domains(Alone):
+    """A domain whose peers have the same rows, and experts that give this one's back; what is done
+    in `order`: its name, and the rows of a half."""
+
+    size = 2
+    order: list[tuple[str, int]] = field(default_factory=list)
+
+    def start_rows(self, x: Tensor) -> Pending[Tensor]:
+        self.order.append(("gather", x.shape[0]))
+        return Later(lambda: torch.cat((x, x)))
+
+    def start_sum_rows(self, x: Tensor) -> Pending[Tensor]:
+        self.order.append(("scatter", x.shape[0] // 2))
+        return Later(lambda: x[: x.shape[0] // 2])
 
 
 @dataclass
@@ -188,6 +207,31 @@ def test_sums_alternate_by_halves_in_an_order_that_the_number_of_rows_gives(
         # One half computes while the other's sum is under way, and starts its own.
         assert peer.beside == len(peer.rows_of) - 1
     assert orders[0] == orders[1] == [12, 11] * (len(orders[0]) // 2) and len(orders[0]) == 12
+
+
+def test_rows_of_a_half_are_on_their_way_beside_the_attention_of_the_other(
+    engines: dict[str, Engine], rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where domains meet at the experts alone, nobody is waited for between attention and them; and
+    what comes back is on its way beside the other half's experts, then its own next attention."""
+    executor: Any = engines["deepseek-v4"]._executor
+    model, meet = executor._parts.model, Domains()
+    attention = model._attention
+
+    def told(x: Tensor, *more: Any) -> Any:
+        meet.order.append(("attention", x.shape[0]))
+        return attention(x, *more)
+
+    monkeypatch.setattr(model, "_attention", told)
+    monkeypatch.setattr(model, "ranks", replace(model.ranks, domains=meet, expert=meet))
+    monkeypatch.setattr(executor, "_parts", replace(executor._parts, halves=23))
+    ask(engines["deepseek-v4"], [[7] * 23], [SamplingParams(temperature=0.0, max_tokens=1)])
+    layer = [
+        (name, rows)
+        for rows in (12, 11)
+        for name in ("attention", *(("gather",) * 3))
+    ] + [("scatter", 12), ("scatter", 11)]  # fmt: skip
+    assert meet.order == layer * model.arch.layers
 
 
 def test_shorter_chunks_and_decodes_take_no_turns(

@@ -154,7 +154,8 @@ class DeepSeekV4Model:
         for layer, cache in zip(layers, caches, strict=False):
             streams, x, *weights = self._enter(layer.attn_site, streams, block, ops)
             attended = self._attention(x, layer, cache, inputs, ops)
-            yield
+            if self.ranks.tensor.size > 1:  # else nothing is waited for before the experts
+                yield
             block = (attended.wait(), *weights)
             streams, x, *weights = self._enter(layer.ffn_site, streams, block, ops)
             mixed = yield from self._experts(x, layer, inputs, ops)
