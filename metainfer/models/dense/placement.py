@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Verdict, all_of, require
 from metainfer.models.arch import Cut, WeightSpec
+from metainfer.models.common.cuts import cut_of, whole_blocks
 
 if TYPE_CHECKING:
     from metainfer.models.dense.arch import DenseArch
@@ -30,13 +31,8 @@ _TENSOR: Mapping[str, Cut] = {
 
 
 def cut(spec: WeightSpec, layout: LayoutPlan) -> tuple[Cut, int]:
-    """How a weight is cut and into how many parts. Of a pair a rank holds every part but of the
-    vocabulary: chunks need them all."""
-    found = _TENSOR.get(spec.site, Cut.WHOLE)
-    whole = layout.prefill > 1 and spec.site not in ("embed", "linear.lm_head")
-    if found is Cut.WHOLE or layout.tensor == 1 or whole:
-        return Cut.WHOLE, 1
-    return found, layout.tensor
+    """See `cut_of`."""
+    return cut_of(spec, layout, _TENSOR)
 
 
 def objections(
@@ -72,19 +68,8 @@ def objections(
         ("linear.down", arch.ffn, 1),
     ):
         block = blocks.get(site, (1, 1))[axis]
-        whole = extent % tensor == 0 and extent // tensor % block == 0
-        checks.append(
-            require(
-                tensor == 1 or block == 1 or whole,
-                "shard-block",
-                f"{site}: {extent} over {tensor} ranks is {extent / tensor:g}, "
-                f"not a multiple of the block of {block}",
-                site=site,
-                extent=extent,
-                ranks=tensor,
-                block=block,
-            )
-        )
+        if tensor > 1 and block > 1:  # else the last part is filled up
+            checks.append(whole_blocks(site, extent, tensor, block))
     return all_of(checks)
 
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from metainfer.core.plan import LayoutPlan
-from metainfer.core.verdict import Verdict, all_of, require
+from metainfer.core.verdict import Verdict, all_of
 from metainfer.models.arch import Cut, WeightSpec
+from metainfer.models.common.cuts import cut_by_blocks, cut_of, divides, experts_meet
 
 if TYPE_CHECKING:
     from metainfer.models.dsa.arch import DsaArch
@@ -32,15 +33,8 @@ _TENSOR: Mapping[str, Cut] = {
 
 
 def cut(spec: WeightSpec, layout: LayoutPlan) -> tuple[Cut, int]:
-    """How a weight is cut and into how many parts. Of a pair a rank holds every part but of
-    experts and vocabulary: chunks need them all."""
-    if spec.role == "experts" and layout.expert > 1:
-        return Cut.EXPERTS, layout.expert
-    found = _TENSOR.get(spec.site, Cut.WHOLE)
-    whole = layout.prefill > 1 and spec.site not in ("embed", "linear.lm_head")
-    if found is Cut.WHOLE or layout.tensor == 1 or whole:
-        return Cut.WHOLE, 1
-    return found, layout.tensor
+    """See `cut_of`."""
+    return cut_of(spec, layout, _TENSOR)
 
 
 def objections(arch: DsaArch, layout: LayoutPlan, blocks: Mapping[str, tuple[int, int]]) -> Verdict:
@@ -48,36 +42,14 @@ def objections(arch: DsaArch, layout: LayoutPlan, blocks: Mapping[str, tuple[int
 
     `blocks`: site -> rows and columns that share a scale (1, 1 where nothing does).
     """
-    tensor, expert = layout.tensor, layout.expert
-    checks = [
-        _divides(arch.heads, tensor, "query heads"),
-        _divides(arch.vocab_size, tensor, "vocabulary rows"),
-        _divides(arch.experts, expert, "experts"),
-        require(
-            layout.ranks % expert == 0,
-            "ranks",
-            f"{expert} expert ranks do not divide {layout.ranks} ranks",
-        ),
-    ]
-    for site, extent in _cut_extents(arch):
-        role = "experts" if site.startswith("experts.") else "weight"
-        kind, parts = cut(WeightSpec("", site, (), (0,), role=role), layout.decoding)
-        if kind not in (Cut.ROWS, Cut.COLUMNS):
-            continue
-        block = blocks.get(site, (1, 1))[0 if kind is Cut.ROWS else 1]
-        checks.append(
-            require(
-                extent % parts == 0 and extent // parts % block == 0,
-                "shard-block",
-                f"{site}: {extent} over {parts} ranks is {extent / parts:g}, "
-                f"not a multiple of the block of {block}",
-                site=site,
-                extent=extent,
-                ranks=parts,
-                block=block,
-            )
+    return all_of(
+        (
+            divides(arch.heads, layout.tensor, "query heads"),
+            divides(arch.vocab_size, layout.tensor, "vocabulary rows"),
+            *experts_meet(arch.experts, layout),
+            *cut_by_blocks(_cut_extents(arch), blocks, cut, layout.decoding),
         )
-    return all_of(checks)
+    )
 
 
 def on_rank(arch: DsaArch, layout: LayoutPlan) -> DsaArch:
@@ -106,8 +78,3 @@ def _cut_extents(arch: DsaArch) -> tuple[tuple[str, int], ...]:
         ("experts.w13", arch.ffn),
         ("experts.w2", arch.ffn),
     )
-
-
-def _divides(extent: int, parts: int, what: str) -> Verdict:
-    message = f"{extent} {what} do not divide by {parts}"
-    return require(extent % parts == 0, "divides", message, extent=extent, ranks=parts)
