@@ -68,16 +68,14 @@ def one_card() -> Report:
 
 
 def streams() -> Report:
-    """Two devices without peer access: the grids that calls may have at every size (stripes, turns,
-    parts), copies with and without counters that streams write, and NCCL, each row with its share
-    of the least time that the link allows."""
-    turns = [(16, 4, 1), (16, 2, 1), (8, 4, 1), (8, 2, 1)]
+    """Two devices without peer access: the grids that calls may have by size (stripes, turns),
+    copies by streams and by kernels that count, and NCCL, each row with its share of the least time
+    that the link allows."""
     grids = {
-        MIB: [*turns, (16, 1, 2), (8, 1, 2), (4, 1, 2), (16, 1, 3), (8, 1, 4), (4, 1, 4)],
-        256 * KIB: [*turns[1:], (4, 2, 1), (16, 1, 2), (8, 1, 2), (4, 1, 2), (16, 1, 3), (8, 1, 3)],
-        128 * KIB: [(8, 1, 1), (8, 2, 1), (8, 1, 2), (4, 1, 2), (16, 1, 2)],
-        512 * KIB: [*turns, (16, 1, 2), (8, 1, 2), (4, 1, 2), (8, 1, 3)],
-        2 * MIB: [*turns, (16, 1, 2), (8, 1, 4), (4, 1, 4)],
+        MIB: [(8, 2), (16, 2), (12, 3), (9, 3), (16, 3), (12, 2), (6, 2), (4, 2)],
+        256 * KIB: [(16, 2), (12, 2), (8, 2), (6, 2)],
+        512 * KIB: [(16, 2), (12, 3), (8, 2), (16, 3)],
+        2 * MIB: [(16, 4), (16, 3), (12, 3), (8, 2)],
     }
     report: Report = {"rows": {}, "wrong": []}
     end = time.monotonic() + STREAMS_S
@@ -113,12 +111,11 @@ def streams() -> Report:
             row("copy", "copy", 16 * MIB, False, f"piece={piece}")
         group.call("warm", "host", "one_shot", [MIB])
         for size, shapes in grids.items():
-            for blocks, lag, parts in shapes:
-                group.call("shape", "host", {"blocks": blocks, "lag": lag, "parts": parts})
+            for blocks, lag in shapes:
+                group.call("shape", "host", {"blocks": blocks, "lag": lag})
                 verify("host", "one_shot", [size + 2])
-                how = f"blocks={blocks} turns={lag} parts={parts}"
-                row("host", "one_shot", size, True, how)
-        group.call("shape", "host", {"blocks": 0, "lag": 0, "parts": 0})
+                row("host", "one_shot", size, True, f"blocks={blocks} turns={lag}")
+        group.call("shape", "host", {"blocks": 0, "lag": 0})
         for size in (8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB):
             row("host", "one_shot", size, True, "by size")
             row("nccl", "ring", size, True, "")

@@ -99,7 +99,7 @@ class Rank:
         return backend
 
     def shape(self, backend: str, options: dict[str, int]) -> None:
-        """Form of the calls that follow, by attributes of the backend: `blocks`, `lag`, `parts`, or
+        """Form of the calls that follow, by attributes of the backend: `blocks`, `lag`, or
         `piece_bytes` and `by_streams` of copies; 0: by size."""
         for name, value in options.items():
             setattr(self.comms[backend], name, value)

@@ -33,7 +33,7 @@ MI_FN mi_u64 mi_part(const MiCall *call, mi_u32 p) {
 }
 
 /* What rank p is sent: its range of the input, into its slot or once into the shared one. */
-MI_FN void mi_push(const MiCall *call, mi_u32 half, MiShare share) {
+MI_FN void mi_push(const MiCall *call, mi_u32 half) {
     MiCopies c;
     MI_UNROLL
     for (mi_u32 step = 1; step < MI_TOP; step++) {
@@ -41,7 +41,7 @@ MI_FN void mi_push(const MiCall *call, mi_u32 half, MiShare share) {
         mi_u64 begin, end;
         c.bytes[step - 1] = 0;
         if (step >= mi_world(call) || (call->shared && call->same && step > 1)) continue;
-        mi_stripe(call->in_len[p], call->unit, share, &begin, &end);
+        mi_stripe(call->in_len[p], call->unit, &begin, &end);
         c.to[step - 1] = mi_slot(call, p, call->rank, half) + MI_SIDE + mi_part(call, p) +
                          begin * call->width;
         c.from[step - 1] = call->in + (call->in_begin[p] + begin) * call->width;
@@ -51,7 +51,7 @@ MI_FN void mi_push(const MiCall *call, mi_u32 half, MiShare share) {
         mi_spread(&c);
     else
         mi_many(&c);
-    if (!call->side || share.block || share.part) return;
+    if (!call->side || MI_BID) return;
     for (mi_u32 step = 1; step < (call->shared ? 2 : mi_world(call)); step++)
         mi_copy(mi_slot(call, mi_peer(call, step), call->rank, half), call->side_in,
                 call->side * 4ull);
@@ -80,7 +80,7 @@ MI_FN void mi_sum_side(const MiCall *call, mi_u32 half) {
 }
 
 /* Copy what every peer left at `offset` of its slot into its range of the output. */
-MI_FN void mi_take(const MiCall *call, mi_u32 half, mi_u64 offset, MiShare share) {
+MI_FN void mi_take(const MiCall *call, mi_u32 half, mi_u64 offset) {
     MiCopies c;
     MI_UNROLL
     for (mi_u32 step = 1; step < MI_TOP; step++) {
@@ -88,7 +88,7 @@ MI_FN void mi_take(const MiCall *call, mi_u32 half, mi_u64 offset, MiShare share
         mi_u64 begin, end;
         c.bytes[step - 1] = 0;
         if (step >= mi_world(call)) continue;
-        mi_stripe(call->out_len[p], call->unit, share, &begin, &end);
+        mi_stripe(call->out_len[p], call->unit, &begin, &end);
         c.to[step - 1] = call->out + (call->out_begin[p] + begin) * call->width;
         c.from[step - 1] =
             mi_slot(call, call->rank, p, half) + MI_SIDE + offset + begin * call->width;
@@ -98,10 +98,10 @@ MI_FN void mi_take(const MiCall *call, mi_u32 half, mi_u64 offset, MiShare share
 }
 
 /* Own part of a copy, when it is not there already. */
-MI_FN void mi_keep(const MiCall *call, MiShare share) {
+MI_FN void mi_keep(const MiCall *call) {
     const mi_u32 r = call->rank;
     mi_u64 begin, end;
-    mi_stripe(call->out_len[r], call->unit, share, &begin, &end);
+    mi_stripe(call->out_len[r], call->unit, &begin, &end);
     const mi_u64 to = call->out + (call->out_begin[r] + begin) * call->width;
     const mi_u64 from = call->in + (call->in_begin[r] + begin) * call->width;
     if (begin < end && to != from) mi_copy(to, from, (end - begin) * call->width);
@@ -116,9 +116,9 @@ MI_FN void mi_reduce(const MiCall *call, mi_u32 half, mi_u64 to, mi_u64 begin, m
 }
 
 /* One-shot: everyone sums everything. With an epilogue, in one pass where that is built. */
-MI_FN void mi_sum_all(const MiCall *call, mi_u32 half, MiShare share) {
+MI_FN void mi_sum_all(const MiCall *call, mi_u32 half) {
     mi_u64 begin, end, from[MI_TOP];
-    mi_stripe(call->in_len[call->rank], call->unit, share, &begin, &end);
+    mi_stripe(call->in_len[call->rank], call->unit, &begin, &end);
     if (begin >= end) return;
     if (mi_hidden(call)) {
         mi_sources(call, half, 0, from);
@@ -135,9 +135,8 @@ MI_FN void mi_sum_all(const MiCall *call, mi_u32 half, MiShare share) {
 MI_FN mi_u64 mi_sum_gather(const MiCall *call, mi_u64 calls, mi_u32 half) {
     const mi_u32 rank = call->rank;
     const mi_u64 to = call->out + call->out_begin[rank] * call->width;
-    const MiShare share = mi_whole_stripe();
     mi_u64 begin, end;
-    mi_stripe(call->in_len[rank], call->unit, share, &begin, &end);
+    mi_stripe(call->in_len[rank], call->unit, &begin, &end);
     mi_reduce(call, half, to, begin, end);
     MI_SYNC();
     MiCopies c;
@@ -150,62 +149,42 @@ MI_FN mi_u64 mi_sum_gather(const MiCall *call, mi_u64 calls, mi_u32 half) {
         c.bytes[step - 1] = use ? (end - begin) * call->width : 0;
     }
     mi_spread(&c);
-    mi_announce(call, calls, 1, MI_BID);
-    const mi_u64 code = mi_hear(call, calls, 1, MI_BID);
+    mi_announce(call, calls, 1);
+    const mi_u64 code = mi_hear(call, calls, 1);
     if (code != MI_OK) return code;
-    mi_take(call, half, call->second, share);
+    mi_take(call, half, call->second);
     if (!mi_hidden(call)) return MI_OK;
     for (mi_u32 p = 0; p < mi_world(call); p++) {
         MI_SYNC(); /* what was taken is there, and the room of the sums of rows is free again */
-        mi_stripe(call->out_len[p], call->unit, share, &begin, &end);
+        mi_stripe(call->out_len[p], call->unit, &begin, &end);
         mi_epilogue(call, call->out_begin[p] + begin, call->out_begin[p] + end);
     }
     return MI_OK;
 }
 
-/* What this rank makes of what every peer has sent of `share`, in calls of one phase. */
-MI_FN void mi_consume(const MiCall *call, mi_u32 half, MiShare share) {
-    if (call->kind == MI_SUM_ALL) {
-        mi_sum_all(call, half, share);
-    } else if (call->kind == MI_SUM_PART) {
-        mi_u64 begin, end;
-        mi_stripe(call->in_len[call->rank], call->unit, share, &begin, &end);
-        mi_reduce(call, half, call->out, begin, end);
-    } else if (call->kind == MI_COPY) {
-        mi_keep(call, share);
-        mi_take(call, half, mi_part(call, call->rank), share);
-    }
-}
-
-/* The whole of one call for one block. In a stream a rank waits for its own sender too: it may sum in
- * place. */
+/* The whole of one call for one block. A sum may be in place: a block pushes its stripe before it sums it. */
 MI_FN mi_u64 mi_collective(const MiCall *call) {
     const mi_u64 calls = mi_enter(call);
-    const mi_u32 half = (mi_u32)(calls & 1), stream = (mi_u32)mi_streams(call);
-    const mi_u32 blocks = stream ? MI_GRID / 2 : MI_GRID, takes = MI_BID >= blocks;
-    MiShare share = {takes ? MI_BID - blocks : MI_BID, blocks, 0, stream ? call->parts : 1};
-    if (stream) {
-        MI_SYNC();
-        mi_arrive(call, calls);
-    } else {
-        mi_take_turn(call, calls);
-    }
-    for (; share.part < share.parts; share.part++) {
-        if (!takes) {
-            mi_push(call, half, share);
-            mi_announce(call, calls, share.part, share.block);
-        }
-        if (!stream) {
-            mi_pass_turn(call, calls);
-            mi_arrive(call, calls);
-        } else if (!takes) {
-            continue;
-        }
-        const mi_u64 code = mi_hear(call, calls, share.part, share.block);
-        if (code != MI_OK) return code;
-        if (call->side && share.block == 0 && share.part == 0) mi_sum_side(call, half);
-        if (call->kind == MI_SUM_GATHER) return mi_sum_gather(call, calls, half);
-        mi_consume(call, half, share);
+    const mi_u32 half = (mi_u32)(calls & 1);
+    mi_take_turn(call, calls);
+    mi_push(call, half);
+    mi_announce(call, calls, 0);
+    mi_pass_turn(call, calls);
+    mi_arrive(call, calls);
+    const mi_u64 code = mi_hear(call, calls, 0);
+    if (code != MI_OK) return code;
+    if (call->side && MI_BID == 0) mi_sum_side(call, half);
+    if (call->kind == MI_SUM_ALL) {
+        mi_sum_all(call, half);
+    } else if (call->kind == MI_SUM_PART) {
+        mi_u64 begin, end;
+        mi_stripe(call->in_len[call->rank], call->unit, &begin, &end);
+        mi_reduce(call, half, call->out, begin, end);
+    } else if (call->kind == MI_SUM_GATHER) {
+        return mi_sum_gather(call, calls, half);
+    } else if (call->kind == MI_COPY) {
+        mi_keep(call);
+        mi_take(call, half, mi_part(call, call->rank));
     }
     return MI_OK;
 }

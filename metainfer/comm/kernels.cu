@@ -1,7 +1,7 @@
 // Collectives as CUDA kernels on the slab protocol. No headers but ours: built to a cubin by nvcc or
 // NVRTC and loaded through the driver (`loader.py`), once per world, element type and with or without
-// epilogue (MI_N, MI_TYPE, MI_PLAIN). Grid at most 16 blocks of at most 512 threads, twice as many for a
-// stream, all resident.
+// epilogue (MI_N, MI_TYPE, MI_PLAIN). Grid at most 16 blocks of at most 512 threads, all
+// resident.
 //
 // Payload moves in 16-byte packs where addresses allow. Loads of what a peer wrote are relaxed at
 // system scope, so no stale line of a first-level cache is used; flags carry the order (`slab.h`).
@@ -11,15 +11,10 @@
 #define GROUP 8u
 
 // Packs of each rank that a thread has in flight: what host memory gives is bytes in flight over about
-// 1.5 us, and one pack of a thread fills no link. Sixteen in all, so that registers do (eight where an
-// epilogue needs some): four blocks of 512 threads then take as fast as sixteen.
-#ifdef MI_PLAIN
+// 1.5 us, and one pack of a thread fills no link. Sixteen in all, so that registers do: four blocks of
+// 512 threads then take as fast as sixteen.
 #define DEEP (MI_TOP > 4 ? 1 : 16 / MI_TOP)
 #define COPIED 8 // by a thread that only moves
-#else
-#define DEEP (MI_TOP > 4 ? 1 : 8 / MI_TOP)
-#define COPIED 4
-#endif
 
 __device__ __forceinline__ mi_u8 load_byte(mi_u64 at) { return *(const volatile mi_u8 *)at; }
 
@@ -298,7 +293,7 @@ __device__ __forceinline__ typename Element<Type>::Wide scale_of(const MiCall *c
 
 // Rows of 2-byte elements, at most four packs per lane, everything in registers; BESIDE of them are
 // loaded together, as many as registers allow.
-#define BESIDE (MI_TOP > 3 ? 1 : 2)
+#define BESIDE (MI_TOP > 4 ? 1 : 2)
 template <int Type>
 __device__ __forceinline__ int fused(const MiCall *call, mi_u64 to, const mi_u64 *from,
                                      mi_u64 begin, mi_u64 end) {
@@ -452,7 +447,7 @@ extern "C" __global__ void mi_await(const mi_u64 *at, mi_u64 value, const mi_u64
 // call.out = sum over ranks of call.slab[r], in_len[0] elements, rank order; grid of any size.
 extern "C" __global__ void __launch_bounds__(512, 1) mi_add(const __grid_constant__ MiCall call) {
     mi_u64 begin, end, from[MI_TOP];
-    mi_stripe(call.in_len[0], call.unit, mi_whole_stripe(), &begin, &end);
+    mi_stripe(call.in_len[0], call.unit, &begin, &end);
     if (begin >= end) return;
 #pragma unroll
     for (int r = 0; r < MI_TOP; r++) from[r] = call.slab[r] + begin * call.width;
@@ -473,7 +468,7 @@ typedef struct {
 
 MI_FN void mi_over_and_over(mi_u64 to, mi_u32 to_packs, mi_u64 from, mi_u32 from_packs, mi_u64 bytes) {
     mi_u64 begin, end;
-    mi_stripe(bytes / 16, 1, mi_whole_stripe(), &begin, &end);
+    mi_stripe(bytes / 16, 1, &begin, &end);
     if (to_packs == 0 || from_packs == 0) return;
     for (mi_u32 i = (mi_u32)begin + MI_TID; i < (mi_u32)end; i += MI_THREADS)
         store_pack(to + i % to_packs * 16ull, load_pack(from + i % from_packs * 16ull));

@@ -11,7 +11,7 @@ import ctypes
 from enum import IntEnum
 
 WORLD = 8
-PHASES = 16
+PHASES = 2
 BLOCKS = 16
 HEADER = 4096
 FLAG_STEP = 128
@@ -68,7 +68,6 @@ class Call(ctypes.Structure):
         *[(name, _u32) for name in ("dry", "side", "hidden")],
         ("eps", ctypes.c_float),
         ("lag", _u32),
-        ("parts", _u32),
     )
 
 

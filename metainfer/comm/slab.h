@@ -34,7 +34,7 @@ typedef uint8_t mi_u8;
 #endif
 
 #define MI_WORLD 8
-#define MI_PHASES 16 /* meetings of a call: two phases, or a part of a stream each */
+#define MI_PHASES 2 /* meetings of a call */
 #define MI_BLOCKS 16
 #define MI_FLAG_STEP 128
 #define MI_HEADER 4096
@@ -69,10 +69,8 @@ typedef struct {
  * by it. `unit`: elements that stay in one block. `same`: every peer gets the same range. `stride`:
  * bytes between the parts of different peers in a shared slot. `second`: byte offset in a slot of
  * what phase 1 carries. `state`: the call counter, with the arrivals MI_ARRIVED_AFTER further on, in
- * memory that this rank's processor counts in. Both directions of a link are busy at once in one of two
- * ways. `lag`: groups of blocks push one after another, so that one group reads while the next writes; 0:
- * all at once. `parts`, from 2 on, for calls of one phase: half of the blocks send their stripes in so many
- * parts, each with a flag, while the other half takes what has come. */
+ * memory that this rank's processor counts in. `lag`: groups of blocks push one after another, so that
+ * one group reads while the next writes and both directions of a link are busy; 0: all at once. */
 typedef struct {
     mi_u64 slab[MI_WORLD];
     mi_u64 in_begin[MI_WORLD], in_len[MI_WORLD], out_begin[MI_WORLD], out_len[MI_WORLD];
@@ -80,7 +78,7 @@ typedef struct {
     mi_u64 slot_bytes, stride, second, unit, budget_ns, plan;
     mi_u32 rank, world, kind, type, width, shared, same, dry, side, hidden;
     float eps;
-    mi_u32 lag, parts;
+    mi_u32 lag;
 } MiCall;
 
 #ifdef __CUDACC__
@@ -138,12 +136,6 @@ MI_FN mi_u32 mi_world(const MiCall *call) { return (void)call, MI_N; }
 #define MI_TOP MI_WORLD
 MI_FN mi_u32 mi_world(const MiCall *call) { return call->world; }
 #endif
-/* Calls in parts; a build for more ranks would spill, and each of them would take as many messages. */
-#if defined(MI_N) && MI_N > 4
-MI_FN int mi_streams(const MiCall *call) { return (void)call, 0; }
-#else
-MI_FN int mi_streams(const MiCall *call) { return call->parts > 1; }
-#endif
 #ifdef MI_TYPE
 MI_FN mi_u32 mi_type(const MiCall *call) { return (void)call, MI_TYPE; }
 #else
@@ -169,28 +161,13 @@ MI_FN mi_u64 mi_slot(const MiCall *call, mi_u32 to, mi_u32 from, mi_u32 half) {
     return call->slab[to] + MI_HEAD + (half * (mi_u64)mi_world(call) + from) * size;
 }
 
-/* One of `blocks` stripes of a range, and one of the `parts` that it is cut into. */
-typedef struct {
-    mi_u32 block, blocks, part, parts;
-} MiShare;
-
-MI_FN MiShare mi_whole_stripe(void) {
-    const MiShare share = {MI_BID, MI_GRID, 0, 1};
-    return share;
-}
-
-/* A share of `len` elements: whole units, contiguous. */
-MI_FN void mi_stripe(mi_u64 len, mi_u64 unit, MiShare share, mi_u64 *begin, mi_u64 *end) {
+/* The part of `len` elements that a block works on: whole units, contiguous. */
+MI_FN void mi_stripe(mi_u64 len, mi_u64 unit, mi_u64 *begin, mi_u64 *end) {
     /* 32 bits: a call carries less than 2^32 bytes, and GPUs divide 64 bits slowly. */
     const mi_u32 n = (mi_u32)len, u = (mi_u32)unit, units = (n + u - 1) / u;
-    mi_u32 a = units * share.block / share.blocks, b = units * (share.block + 1) / share.blocks;
-    if (share.parts > 1) {
-        const mi_u32 own = b - a;
-        b = a + own * (share.part + 1) / share.parts;
-        a += own * share.part / share.parts;
-    }
-    *begin = a * u < n ? a * u : n;
-    *end = b * u < n ? b * u : n;
+    const mi_u32 a = units * MI_BID / MI_GRID * u, b = units * (MI_BID + 1) / MI_GRID * u;
+    *begin = a < n ? a : n;
+    *end = b < n ? b : n;
 }
 
 #define MI_PUSHED(call, calls) ((mi_u32 *)mi_word((call)->state, MI_PUSHED_AFTER + ((calls)&1) * 32))
@@ -276,10 +253,10 @@ MI_FN void mi_fail(const MiCall *call, mi_u64 code, mi_u32 phase, mi_u32 peer, m
     }
 }
 
-/* Wait for one rank's flag of `block`; its code, MI_OK when it is there. */
-MI_FN mi_u64 mi_wait_for(const MiCall *call, mi_u64 calls, mi_u32 phase, mi_u32 block, mi_u32 peer) {
+/* Wait for one peer's flag; its code, MI_OK when it is there. */
+MI_FN mi_u64 mi_wait_for(const MiCall *call, mi_u64 calls, mi_u32 phase, mi_u32 peer) {
     const mi_u64 own = call->slab[call->rank], wanted = (calls + 1) & MI_GENERATION;
-    const mi_u64 *at = mi_flag(own, phase, block, peer);
+    const mi_u64 *at = mi_flag(own, phase, MI_BID, peer);
     mi_u64 start = 0;
     for (mi_u32 tries = 0;; tries++) {
         const mi_u64 flag = mi_get(at), seen = flag & MI_GENERATION;
@@ -320,24 +297,21 @@ MI_FN mi_u64 mi_any(mi_u64 code) {
 #endif
 }
 
-/* Payload of this phase is written by all threads of the block: tell every peer, and in a stream this
- * rank's own takers. */
-MI_FN void mi_announce(const MiCall *call, mi_u64 calls, mi_u32 phase, mi_u32 block) {
+/* Payload of this phase is written by all threads of the block: tell every peer. */
+MI_FN void mi_announce(const MiCall *call, mi_u64 calls, mi_u32 phase) {
     const mi_u64 flag = call->plan << 40 | ((calls + 1) & MI_GENERATION);
     if (call->dry) return;
     MI_SYNC();
     for (mi_u32 p = MI_TID; p < mi_world(call); p += MI_THREADS)
-        if (p != call->rank || mi_streams(call))
-            mi_put(mi_flag(call->slab[p], phase, block, call->rank), flag);
+        if (p != call->rank) mi_put(mi_flag(call->slab[p], phase, MI_BID, call->rank), flag);
 }
 
 /* Wait for everyone who announces this phase. */
-MI_FN mi_u64 mi_hear(const MiCall *call, mi_u64 calls, mi_u32 phase, mi_u32 block) {
+MI_FN mi_u64 mi_hear(const MiCall *call, mi_u64 calls, mi_u32 phase) {
     mi_u64 code = MI_OK;
     if (call->dry) return MI_OK;
     for (mi_u32 p = MI_TID; p < mi_world(call); p += MI_THREADS)
-        if ((p != call->rank || mi_streams(call)) && code == MI_OK)
-            code = mi_wait_for(call, calls, phase, block, p);
+        if (p != call->rank && code == MI_OK) code = mi_wait_for(call, calls, phase, p);
     return mi_any(code);
 }
 

@@ -68,7 +68,6 @@ static void prepare(mi_u32 rank, mi_u64 call) {
     c->plan = mix(kind * 1000 + n) & 0xffffff;
     c->side = 4;
     c->lag = (mi_u32)(call % 5);
-    if (kind != MI_SUM_GATHER && blocks % 2 == 0) c->parts = (mi_u32)(mix(seed + call) % (MI_PHASES + 1));
     if (in_place(call, kind)) c->out = c->in;
     c->side_in = (mi_u64)side_in[rank];
     c->side_out = (mi_u64)side_out[rank];

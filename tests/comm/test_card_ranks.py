@@ -24,7 +24,7 @@ from metainfer.comm.card_ranks import CardRanks
 from metainfer.comm.driver import CudaError
 from metainfer.comm.errors import CommError
 from metainfer.comm.exact import canonical_sum
-from metainfer.comm.layout import BLOCKS, PHASES, Kind
+from metainfer.comm.layout import Kind
 from metainfer.comm.peers import Place
 from metainfer.comm.plan_offers import COPIED
 from metainfer.comm.request import Op
@@ -212,15 +212,14 @@ def test_a_backend_that_sums_wrongly_is_not_used(
 def test_every_form_that_calls_may_take_is_proven(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Grids of long calls and of many parts, sums in place, and many pieces, at the longest of what
-    is tried; by size again afterwards."""
+    """Grids of long calls, sums in place, and many pieces, at the longest of what is tried; by size
+    again afterwards."""
     seen, pieces = set(), set()
     run, moved = fake_cuda.Kernels.mi_kernel, cuda_copy.CopyRank._moved
 
     def kernel(self: Any, grid: int, block: int, call: Any) -> None:
         if call.in_len[0] == 70_001 and call.kind == Kind.SUM_ALL:
-            stripes = grid // 2 if call.parts > 1 else grid
-            seen.add((stripes, call.lag, call.parts, call.input == call.output))
+            seen.add((grid, call.lag, call.input == call.output))
         run(self, grid, block, call)
 
     def cut(self: Any, request: Any, given: int, out: int) -> Any:
@@ -231,13 +230,12 @@ def test_every_form_that_calls_may_take_is_proven(
     monkeypatch.setattr(fake_cuda.Kernels, "mi_kernel", kernel)
     monkeypatch.setattr(cuda_copy.CopyRank, "_moved", cut)
     ranks = opened(no_peer(2))
-    grids = {(blocks, parts) for _, blocks, parts in cuda.STREAMS} | {(BLOCKS, PHASES)}
-    assert {(blocks, parts) for blocks, _, parts, _ in seen} >= grids
+    assert {(blocks, lag) for blocks, lag, _ in seen} >= {(b, lag) for _, b, lag in cuda.GRIDS}
     assert {True, False} == {in_place for *_, in_place in seen}
     assert {(op, True, op is Op.ALL_REDUCE) for op in COPIED} <= pieces
     for each in ranks:
         (group,) = each._groups.values()
-        assert (group.opened["host"].blocks, group.opened["host"].parts) == (0, 0)
+        assert (group.opened["host"].blocks, group.opened["host"].lag) == (0, 0)
         assert group.opened["host:copy"].piece_bytes == 0
     on_ranks(2, lambda rank: ranks[rank].close())
 

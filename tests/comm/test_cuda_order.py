@@ -75,13 +75,11 @@ def on_all(fake: fake_cuda.Torch, streams: Any, step: Callable[[int], Any]) -> l
     return found
 
 
-@pytest.mark.parametrize(
-    ("host", "parts"), [(False, 1), (True, 1), (True, 5)], ids=["local", "host", "stream"]
-)
-def test_virtual_ranks_on_streams(fake: fake_cuda.Torch, host: bool, parts: int, seed: int) -> None:
+@pytest.mark.parametrize("host", [False, True], ids=["local", "host"])
+def test_virtual_ranks_on_streams(fake: fake_cuda.Torch, host: bool, seed: int) -> None:
     world = 3
     with cuda.CudaLocalGroup(
-        world, host_memory=host, slot_bytes=1 << 16, first_call=(1 << 40) - 3, parts=parts
+        world, host_memory=host, slot_bytes=1 << 16, first_call=(1 << 40) - 3
     ) as group:
         for op, algorithm in ALGORITHMS:
             for count in (0, 3, 48_000):  # the last in several blocks and pieces
@@ -99,24 +97,18 @@ def test_virtual_ranks_on_streams(fake: fake_cuda.Torch, host: bool, parts: int,
                     assert same(result, expected(request, given, rank)), (op, algorithm, count)
 
 
-def test_parts_are_for_long_calls_of_one_phase_between_few_ranks(fake: fake_cuda.Torch) -> None:
-    header = Path(cuda.__file__).parents[1].joinpath("slab.h").read_text()
-    assert f"MI_N > {cuda.STREAM_RANKS}\n" in header
+def test_grids_are_by_size_and_in_host_memory_by_the_table(fake: fake_cuda.Torch) -> None:
     found = {}
     for world, host in ((2, True), (2, False), (8, True)):
         with cuda.CudaLocalGroup(world, host_memory=host, slot_bytes=1 << 22) as group:
-            for algorithm in ("one_shot", "two_shot"):
-                for kib in (64, 128, 512, 4096):
-                    request = Request(
-                        op=Op.ALL_REDUCE, count=kib << 9, dtype="bfloat16", world=world
-                    )
-                    call, piece = group.ranks[0].calls_of(plan_of(request, algorithm))[0]
-                    grid = group.ranks[0]._grid(piece, call.width)
-                    by_size = min(layout.BLOCKS, kib // 16), 4 if host and kib >= 256 else 1, 1
-                    if grid != by_size:
-                        found[world, host, algorithm, kib] = grid
-    assert found == {(2, True, "one_shot", 128): (8, 1, 2), (2, True, "one_shot", 512): (16, 4, 2)}
-    sizes = [least for least, *_ in cuda.STREAMS]
+            for kib in (8, 128, 256, 1024, 2048, 4096):
+                request = Request(op=Op.ALL_REDUCE, count=kib << 9, dtype="bfloat16", world=world)
+                call, piece = group.ranks[0].calls_of(plan_of(request, "one_shot"))[0]
+                found[world, host, kib] = group.ranks[0]._grid(piece, call.width)
+    for (_, host, kib), grid in found.items():
+        long = {256: (16, 2), 1024: (8, 2), 2048: (16, 4), 4096: (16, 4)} if host else {}
+        assert grid == long.get(kib, (min(layout.BLOCKS, -(-kib // 16)), 1))
+    sizes = [least for least, *_ in cuda.GRIDS]
     assert sizes == sorted(sizes, reverse=True)
 
 

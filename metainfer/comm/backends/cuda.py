@@ -35,24 +35,14 @@ BUDGET_S = 20.0
 """How long a peer is waited for while serving; what is captured has it for good."""
 MAX_THREADS = 512
 BLOCK_BYTES = 16 << 10
-TURN_BYTES = 256 << 10
-TURNS = 4
-STREAM_RANKS = 4
-"""Up to how many ranks calls of one phase through host memory go in parts; more ranks would each
-take as many messages."""
-STREAMS = ((1 << 20, 16, 1), (256 << 10, 16, 2), (128 << 10, 8, 2))
-"""Their grids: from how many bytes on, stripes, and parts of a stripe. The fastest of two H200
-without peer access (record 2026-11-30-2xh200-streams)."""
+GRIDS = ((2 << 20, 16, 4), (1 << 20, 8, 2), (256 << 10, 16, 2))
+"""Of calls through host memory: from how many bytes on, stripes, and groups of them that push in
+turn. The fastest of two H200 without peer access (record 2026-11-30-2xh200-streams-second)."""
 HOST_BYTES = 8 << 20
 """Of a small group's slots in host memory. A layout has up to five groups, and a container often
 64 MiB of shared memory for all of them."""
 _STATE_BYTES = 4096
 _modules: dict[tuple[Variant, str], driver.Module] = {}
-
-
-def one_phase(piece: Piece) -> bool:
-    """Whether a call ends once everyone has taken what everyone sent."""
-    return piece.kind not in (Kind.SUM_GATHER, Kind.NOTHING)
 
 
 def host_slot_bytes(world: int) -> int:
@@ -78,7 +68,7 @@ def module(variant: Variant, device: int) -> driver.Module:
 
 class CudaComm(Caller):
     """One rank on a device. `slabs`: addresses as the device sees them; `closing` gives back what
-    they stand for; `blocks`, `lag` and `parts` as in a call, 0: by size."""
+    they stand for; `blocks` and `lag` as in a call, 0: by size."""
 
     device = "cuda"
 
@@ -94,7 +84,6 @@ class CudaComm(Caller):
         budget_s: float = BUDGET_S,
         blocks: int = 0,
         lag: int = 0,
-        parts: int = 0,
         threads: int = MAX_THREADS,
         closing: Callable[[], None] = lambda: None,
     ) -> None:
@@ -108,7 +97,7 @@ class CudaComm(Caller):
             state=self._state_memory.data_ptr(),
             budget_s=budget_s,
         )
-        self.blocks, self.lag, self.parts, self.threads = blocks, lag, parts, threads
+        self.blocks, self.lag, self.threads = blocks, lag, threads
         self.index = device
         self._closing = closing
         self._broken: CommError | None = None
@@ -169,39 +158,33 @@ class CudaComm(Caller):
             self.fill(call, piece, request, given, out, side, rows)
             if request.captured:
                 call.budget_ns = int(min(self.budget_s, BUDGET_S) * 1e9)
-            blocks, call.lag, call.parts = self._grid(piece, call.width)
-            function(blocks * 2 if call.parts > 1 else blocks, self.threads, stream, [call])
+            blocks, call.lag = self._grid(piece, call.width)
+            function(blocks, self.threads, stream, [call])
         return out
 
-    def _grid(self, piece: Piece, width: int) -> tuple[int, int, int]:
-        """Stripes of a call, how many groups push in turn, and parts of a stripe: the same on all
-        ranks, for flags are per stripe. A stripe per 16 KiB; in host memory parts as `STREAMS` has
-        them, or turns from 256 KiB on."""
+    def _grid(self, piece: Piece, width: int) -> tuple[int, int]:
+        """Stripes of a call, and how many groups of them push in turn: the same on all ranks, for
+        flags are per stripe. A stripe per 16 KiB; in host memory as `GRIDS` has them."""
         size = (piece.in_len[0] if piece.same else sum(piece.in_len)) * width
         if piece.kind is Kind.COPY and piece.same:  # ranks bring parts of their own length
             size = sum(piece.out_len) * width
         wanted = 1 << max(0, (size - 1) // BLOCK_BYTES).bit_length()
-        blocks, parts = min(layout.BLOCKS, wanted), 1
-        if self.slots.shared and self.world <= STREAM_RANKS and one_phase(piece):
-            grids = (grid for least, *grid in STREAMS if size >= least)
-            blocks, parts = next(grids, (blocks, parts))
-            parts = self.parts or parts
-        blocks = self.blocks or blocks
-        lag = self.lag or (TURNS if self.slots.shared and size >= TURN_BYTES else 1)
-        return blocks, lag, parts
+        blocks, lag = min(layout.BLOCKS, wanted), 1
+        if self.slots.shared:
+            grids = ((stripes, turns) for least, stripes, turns in GRIDS if size >= least)
+            blocks, lag = next(grids, (blocks, lag))
+        return self.blocks or blocks, self.lag or lag
 
     def forms(self) -> Iterator[None]:
-        """Give calls each grid that long ones of one phase may have: for a proof of all of them."""
-        kept = self.blocks, self.lag, self.parts
-        grids = [(blocks, TURNS, parts) for _, blocks, parts in STREAMS]
-        streams = self.slots.shared and self.world <= STREAM_RANKS
+        """Give calls each grid that they may have: for a proof of all of them."""
+        kept = self.blocks, self.lag
         try:
             yield
-            for grid in (*grids, (layout.BLOCKS, 1, layout.PHASES)) if streams else ():
-                self.blocks, self.lag, self.parts = grid
+            for _, blocks, lag in GRIDS if self.slots.shared else ():
+                self.blocks, self.lag = blocks, lag
                 yield
         finally:
-            self.blocks, self.lag, self.parts = kept
+            self.blocks, self.lag = kept
 
     def check(self) -> None:
         """Raise what a kernel has written down; one look at host memory.
@@ -283,7 +266,6 @@ class CudaLocalGroup:
         first_call: int = 0,
         blocks: int = 0,
         lag: int = 0,
-        parts: int = 0,
         threads: int = MAX_THREADS,
         budget_s: float = BUDGET_S,
     ) -> None:
@@ -308,7 +290,6 @@ class CudaLocalGroup:
                 first_call=first_call,
                 blocks=blocks,
                 lag=lag,
-                parts=parts,
                 threads=threads,
                 budget_s=budget_s,
             )
