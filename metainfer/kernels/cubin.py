@@ -160,6 +160,9 @@ def _nvrtc() -> ctypes.CDLL:
         if name is None:
             continue
         try:
+            if os.path.isabs(name):  # a wheel's, where no loader finds what NVRTC opens by name
+                for part in sorted(Path(name).parent.glob("libnvrtc-builtins.so*")):
+                    ctypes.CDLL(str(part))
             return ctypes.CDLL(name)
         except OSError:
             continue
