@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from metainfer.core.errors import RefusedError
 from metainfer.core.request import SamplingParams
 from metainfer.engine.engine import Engine
 
+LONG = "RANK_REQUESTS" in os.environ
 PLAIN = {"kv": "latent@1", "index": "index@1"}
 FIXED: Mapping[str, Any] = {
     "dtype": "float64",
@@ -58,6 +60,42 @@ def test_drafts_change_no_token(checkpoint: tuple[Path, Any], depth: int) -> Non
         same(answer, wanted)
     stats = drafting.stats()
     assert stats.drafted_tokens > 50
+
+
+@pytest.mark.skipif(not LONG, reason="by hand: RANK_REQUESTS=200")
+@pytest.mark.parametrize("layout", ["tp2", "tp2cs2", "tp2ep2", "2x"])
+def test_drafts_over_ranks_change_no_token(checkpoint: tuple[Path, Any], layout: str) -> None:
+    """Ranks that share the draft layer's matrices, or are replicas, propose the same."""
+    rng = random.Random(layout)
+    folder, _ = checkpoint
+    asked = prompts(rng, 2)
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12, logprobs=0)
+        for i in range(len(asked))
+    ]
+    plain = ask(start(folder, concurrency=3, **FIXED), asked, params)
+    drafting = start(folder, concurrency=3, draft="mtp:3", parallel=layout, **FIXED)
+    try:
+        for answer, wanted in zip(ask(drafting, asked, params), plain, strict=True):
+            same(answer, wanted)
+        assert drafting.stats().drafted_tokens > 10
+    finally:
+        drafting.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ("cp2/tp2", "a drafting model reads every row of a chunk, of which a rank has a part"),
+        ("ep2", "a drafting model's ranks would meet at experts in steps that not all of them"),
+    ],
+)
+def test_where_ranks_cannot_draft_it_is_refused_before_anything_loads(
+    checkpoint: tuple[Path, Any], layout: str, reason: str
+) -> None:
+    folder, _ = checkpoint
+    with pytest.raises(RefusedError, match=reason):
+        start(folder, draft="mtp:1", parallel=layout, **FIXED)
 
 
 def test_guesses_are_the_formulas(checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
