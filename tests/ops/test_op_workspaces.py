@@ -21,6 +21,7 @@ from metainfer.kernels.impl import Context, Impl, OpRequest
 from metainfer.models.arch import Arch
 from metainfer.ops.attn_paged import torch_sdpa
 from metainfer.ops.attn_paged.masks import WORKSPACE
+from metainfer.ops.attn_sparse import torch_sparse
 from metainfer.ops.attn_sparse import triton_calls as attention
 from metainfer.ops.attn_sparse.tiles import PLACE_BYTES
 from metainfer.ops.catalog import builtin_registry
@@ -142,6 +143,18 @@ def test_b19_what_is_decoded_of_a_cache_is_in_the_ledger(monkeypatch: pytest.Mon
     assert impl.copies is not None
     tables = 2 * table.nbytes
     assert 0.9 * impl.copies(context) < peak(run) <= impl.copies(context) + tables
+
+
+def test_b19_what_sparse_attention_gathers_through_torch_is_in_the_ledger() -> None:
+    """Of one request, whatever others have: all entries while they are few, then those of a
+    block."""
+    shape = {"rows": 64, "seqs": 8, "d": 512, "window": 128, "ratio": 4}
+    impl, few = chunk("attn_sparse", "torch", **shape, context=4096)
+    _, many = chunk("attn_sparse", "torch", **shape, context=1 << 22)
+    assert impl.copies is not None
+    near = (64 + 128) * 512 * 2
+    assert impl.copies(few) == 1024 * 512 * 2 + near
+    assert impl.copies(many) == 2 * torch_sparse.HELD + near
 
 
 def test_b19_what_attention_gathers_of_a_cache_is_in_the_ledger() -> None:

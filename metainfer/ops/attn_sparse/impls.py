@@ -1,9 +1,11 @@
 """Declared implementations of `attn_sparse`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from metainfer.kernels.cost import extent, roofline, width
 from metainfer.kernels.impl import Context
+from metainfer.ops.attn_sparse.copies import gathered
 from metainfer.ops.attn_sparse.impls_triton import IMPLS as TRITON_IMPLS
 from metainfer.ops.attn_sparse.impls_vendor import IMPLS as VENDOR_IMPLS
 from metainfer.ops.declare_entries import LATENTS, moved, torch_and_reference, torch_static
@@ -43,17 +45,19 @@ def _cost(
     return made
 
 
+_PORTABLE = torch_and_reference(
+    "attn_sparse",
+    "kv",
+    LATENTS,
+    ("attn_sparse.torch_sparse:attn_sparse", "attn_sparse.ref:attn_sparse"),
+    (_cost(1, 4, 30, 0.4), _cost(1, 8, 40, 0.3)),
+    frozenset({"selected", "entries"}),
+)
+
 IMPLS = (
     *TRITON_IMPLS,
     *VENDOR_IMPLS,
-    *torch_and_reference(
-        "attn_sparse",
-        "kv",
-        LATENTS,
-        ("attn_sparse.torch_sparse:attn_sparse", "attn_sparse.ref:attn_sparse"),
-        (_cost(1, 4, 30, 0.4), _cost(1, 8, 40, 0.3)),
-        frozenset({"selected", "entries"}),
-    ),
+    *(replace(i, copies=gathered) if i.provider == "torch" else i for i in _PORTABLE),
     *torch_static(
         "attn_sparse",
         "kv",
