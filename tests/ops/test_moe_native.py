@@ -230,7 +230,7 @@ def test_down_against_float64(host: Any, tile: MxTile, back: bool) -> None:
     hidden[live - 1, 128:256] *= 2.0**60
     q, scales = recipe(hidden)
     q[live:], scales[live:] = 0x7F, NAN
-    q[0, 7] = 0x7F  # NaN beside a sound scale
+    q[0, 7], scales[1, 2] = 0x7F, NAN  # NaN beside a sound scale, and the other way round
     order, table = sorted_by_expert(ids, 4, tile.m)
     kind = torch.float32 if tile.few else torch.bfloat16
     out = torch.full((2 * tokens, n), 99.0, dtype=kind)
