@@ -15,7 +15,7 @@ copy_island         12 + 6 a copy + the slower of the island's terms + the other
 host one_shot       T0 + h_host + (S + (N-1) S) / Bk, Bk = min(kernels' rate, DRAM / N)
 host two_shot       T0 + 2 h_host + max(S, 2 (N-1)/N S) / Bd, Bd = min(B, DRAM / N), both at
                     most the kernels' rate; one rate of both ways, 0.8 duplex where unknown
-host copy           36 + as two_shot, at most the duplex rate; a gather's and a
+host copy           36, or as measured, + as two_shot, at most the duplex rate; a gather's and a
                     reduce-scatter's bytes likewise
 broadcast           T0 + h + max((N-1) S / B, g S / Bx): all of it leaves one port
 host broadcast      T0 + h_host + (S + a slot) / Bd: written once, read while it is written
@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from metainfer.comm.topology import Topology
+from metainfer.comm.topology import DUPLEX_SHARE, Topology
 
 KIB, MIB = 1 << 10, 1 << 20
 FAN_IN = 0.46
@@ -150,22 +150,22 @@ def host_two_shot(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
 
 
 def host_copy(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
-    """Copy-engine pieces through host memory; four pieces each way cost their setups."""
-    return costs.copy_floor + 4 * costs.copy_setup + _through_host(topology, size, 1.0)
+    """Copy-engine pieces through host memory."""
+    return _copied(topology, costs) + _through_host(topology, size, 1.0)
 
 
 def copied_gather(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
     """All-gather of `size` bytes by copy engines: a rank's own down, the others' up."""
     n = topology.world
     wire = _both_ways(topology, size / n, (n - 1) / n * size, 1.0)
-    return costs.copy_floor + 4 * costs.copy_setup + wire
+    return _copied(topology, costs) + wire
 
 
 def copied_scatter(topology: Topology, size: int, costs: Costs = SEEDS) -> float:
     """Reduce-scatter of `size` bytes by copy engines: the others' parts down, theirs of ours up."""
     n = topology.world
     moved = (n - 1) / n * size
-    return costs.copy_floor + 4 * costs.copy_setup + _both_ways(topology, moved, moved, 1.0)
+    return _copied(topology, costs) + _both_ways(topology, moved, moved, 1.0)
 
 
 def host_bytes(algorithm: str, world: int, size: int) -> tuple[float, float]:
@@ -248,7 +248,8 @@ def nccl_through_host(topology: Topology, size: int) -> float:
     """The same where cards may not write into each other, so that NCCL goes through host memory;
     fitted to one pair in graphs (`fabric.calibration`), steps as above."""
     steps = 2 * (topology.world - 2)
-    wire = NCCL_HOST_SHARE * _through_host(topology, size, 1.0)
+    link = topology.link_bytes_s * DUPLEX_SHARE / topology.duplex_bytes_s  # beside our own copies
+    wire = NCCL_HOST_SHARE * _through_host(topology, size, link)
     return min(15.5 + 1.0 * steps + 2 * wire, 29.0 + 5.7 * steps + wire)
 
 
@@ -294,6 +295,12 @@ def _crossing(topology: Topology, size: float) -> float:
 def _inside(topology: Topology, size: int) -> float:
     g = _halves(topology)
     return 2 * (g - 1) / g * size / (topology.link_bytes_s * eta(g - 1)) * 1e6
+
+
+def _copied(topology: Topology, costs: Costs) -> float:
+    """Of a call by copy engines beside its bytes; four pieces each way where it is unknown."""
+    seed = costs.copy_floor + 4 * costs.copy_setup
+    return seed if topology.copy_us is None else topology.copy_us
 
 
 def _by_kernels(topology: Topology) -> float:

@@ -20,6 +20,7 @@ DRAM_BYTES_S = 93.5e9  # all devices on host memory at once: middle of 73 and 11
 CROSSING_BYTES_S = 90e9  # between two sockets' root ports, seed
 HALF_DUPLEX_OF = {3: 12e9, 4: 26e9, 5: LINK_BYTES_S}  # by generation at x16, seeds
 KERNEL_SHARE = 51 / 55  # kernels, both directions together, over one direction: measured on H200
+COPY_US = 90.0  # of a collective by copy engines through host memory beside its bytes: likewise
 SAME_SWITCH_US, ROOT_US = 0.7, 1.1  # one-way posted write with its poll: field
 
 
@@ -29,8 +30,9 @@ class Topology:
     whether cards may write into each other, None where that is unknown. `uplink_bytes_s`: a switch
     to its socket; `crossing_bytes_s`: one socket to another, all flows together. `duplex_bytes_s`,
     `kernel_bytes_s`: a link's both directions together, by copy engines and by kernels on pinned
-    memory (None: by the seeds of `model.Costs`). `collapse`: what is left of posted writes that fan
-    out from one switch to several sockets (1: nothing lost).
+    memory; `copy_us`: what a collective by copy engines takes there beside its bytes (None: by the
+    seeds of `model.Costs`). `collapse`: what is left of posted writes that fan out from one switch
+    to several sockets (1: nothing lost).
     """
 
     switches: tuple[str, ...]
@@ -43,6 +45,7 @@ class Topology:
     crossing_bytes_s: float
     peer: bool | None = None
     kernel_bytes_s: float | None = None
+    copy_us: float | None = None
     switch_us: float = SAME_SWITCH_US
     root_us: float = ROOT_US
     collapse: float = 1.0
@@ -90,7 +93,6 @@ def tree(
     uplink_bytes_s: float | None = None,
     dram_bytes_s: float = DRAM_BYTES_S,
     peer: bool | None = True,
-    kernel_bytes_s: float | None = None,
     collapse: float = 1.0,
     assumed: tuple[str, ...] = (),
 ) -> Topology:
@@ -105,7 +107,6 @@ def tree(
         uplink_bytes_s=link_bytes_s if uplink_bytes_s is None else uplink_bytes_s,
         crossing_bytes_s=crossing_bytes_s,
         peer=peer,
-        kernel_bytes_s=kernel_bytes_s,
         collapse=collapse,
         assumed=assumed,
     )
@@ -164,17 +165,23 @@ def from_facts(facts: Facts) -> Topology:
     if dram is None:
         dram = DRAM_BYTES_S
         assumed.append(f"host memory {dram / 1e9:.1f} GB/s for all cards, a seed")
-    return tree(
+    found = tree(
         [device.switch or "" for device in devices],
         [node or 0 for node in nodes],
         link_bytes_s=rate,
         dram_bytes_s=dram,
         peer=_peer(facts, assumed),
-        kernel_bytes_s=min(
-            (link.kernel_bytes_s for link in host if link.kernel_bytes_s is not None),
-            default=rate * KERNEL_SHARE,
-        ),
         assumed=tuple(assumed),
+    )
+    both, kernels, start = (
+        [value for link in host if (value := getattr(link, name)) is not None]
+        for name in ("duplex_bytes_s", "kernel_bytes_s", "copy_us")
+    )
+    return dataclasses.replace(
+        found,
+        duplex_bytes_s=min(both, default=found.duplex_bytes_s),
+        kernel_bytes_s=min(kernels, default=rate * KERNEL_SHARE),
+        copy_us=max(start, default=COPY_US),
     )
 
 

@@ -6,9 +6,9 @@ after the other:
 * tensor ranks: all-reduce of b D twice, once when experts are cut over more ranks than the domain;
   in a step also of the embedding's rows, and the logits of all rows that need them are gathered;
 * expert ranks beyond the domain: the rows of all domains are gathered (many of them rounded first,
-  where the experts' kernels take them so), and what came of them is summed row by row where each
-  domain is one rank, over all of these ranks where it is not; then the shared expert's sum of a
-  domain is one more;
+  where the experts' kernels take them so), as are the experts' numbers and weights, and what came
+  of them is summed row by row where each domain is one rank, over all of these ranks where it is
+  not; then the shared expert's sum of a domain is one more;
 * ranks that share the rows of a chunk: the entries that it adds are gathered, with the windows and
   states at the parts' edges; what of the cache before it a rank lacks is gathered too, or lent by
   its keepers in broadcasts (`RankWork.fetches`);
@@ -30,6 +30,8 @@ CHOSEN_BYTES = 4096
 """A rank's chosen positions with their scores, a token and layer: 512 of 8 bytes."""
 ROUNDED_BYTES = 1 + 4 / 128
 """Of a channel in e4m3, with a float32 scale of 128 of them."""
+ROUTE_BYTES = 4
+"""Of an expert's number for a token, and of its weight: a message each."""
 LOGIT_BYTES = 4
 """Of a logit in float32."""
 LOG_PART = 1 / 256
@@ -94,7 +96,9 @@ class Exchange:
         met = every
         if work.rounded and sent.tokens >= LEAST:
             met *= ROUNDED_BYTES / work.width
+        routed = expert // tensor * sent.tokens * work.costs.experts_per_token * ROUTE_BYTES
         each = self._direct(sent, expert // tensor, met)
+        each += 2 * self._direct(sent, expert // tensor, routed)
         if tensor > 1:
             each += self._reduced(sent, expert, every)
             each += self._reduced(sent, tensor, self._row(sent))

@@ -81,7 +81,9 @@ class LinkFacts:
     max_generation: int | None = None  # what both ends could do
     max_width: int | None = None
     bytes_s: float | None = None
-    kernel_bytes_s: float | None = None  # both ways together, kernels on pinned host memory
+    duplex_bytes_s: float | None = None  # both ways together, copy engines on pinned host memory
+    kernel_bytes_s: float | None = None  # the same by kernels
+    copy_us: float | None = None  # of a collective by copy engines through it, beside its bytes
     peer_read: bool | None = None
     peer_write: bool | None = None
     peer_atomics: bool | None = None

@@ -13,8 +13,7 @@ from metainfer.comm.topology import Topology, from_facts
 from metainfer.platform.machine_catalog import find_machine
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
-STREAMS = ("2026-11-30-2xh200-streams.json", "streams")
-PAIR = ("2026-11-29-2xh200-comm.json", "pair_without_peer")
+FIRST, SECOND = "2026-11-30-2xh200-streams.json", "2026-11-30-2xh200-streams-second.json"
 
 
 @cache
@@ -22,38 +21,67 @@ def pair() -> Topology:
     return from_facts(find_machine("2x-h200-nop2p").facts)
 
 
-def measured(record: tuple[str, str], backend: str) -> dict[int, float]:
-    """Bytes -> the least microseconds of `backend`, whatever its grid, in graphs or eager."""
-    rows = json.loads((RECORDS / record[0]).read_text())[record[1]]["rows"]
+def measured(record: str, section: str, place: int, by: str, op: str = "") -> dict[int, float]:
+    """Bytes -> the least microseconds of rows whose word at `place` is `by`, whatever the grid and
+    the pieces; `op`: their first word."""
     found: dict[int, float] = {}
-    for name, row in rows.items():
-        by, _, size, *_ = name.split()
-        if by == backend:
-            found[int(size)] = min(found.get(int(size), row["us"]), row["us"])
+    for name, row in json.loads((RECORDS / record).read_text())[section]["rows"].items():
+        words = name.split()
+        if words[place] == by and words[0].startswith(op):
+            size = int(words[2])
+            found[size] = min(found.get(size, row["us"]), row["us"])
     return found
 
 
-#: The first record took turns where calls of 256 KiB and more now go in parts.
-KERNELS = measured(STREAMS, "host") | {
-    size: us for size, us in measured(PAIR, "host").items() if size < 256 << 10
+#: The first record's kernels have stayed as they were where calls are long.
+KERNELS = measured(FIRST, "streams", 0, "host") | measured(SECOND, "streams", 0, "host")
+COPIES = {
+    size: us for size, us in measured(SECOND, "streams", 0, "copy").items() if size >= 16 << 20
 }
+NCCL = measured(FIRST, "streams", 0, "nccl") | measured(SECOND, "streams", 0, "nccl")
 
 
 @pytest.mark.parametrize(("size", "us"), sorted(KERNELS.items()))
 def test_sums_by_kernels_within_twenty_percent(size: int, us: float) -> None:
-    by_kernels = {name: model.HOST[name] for name in ("one_shot", "two_shot")}
-    name, predicted = model.best(by_kernels, pair(), size)
+    name, predicted = model.best(model.HOST_KERNELS, pair(), size)
     assert predicted == pytest.approx(us, rel=0.20)
     assert name == "one_shot"  # what two ranks send is the same in two phases
 
 
-@pytest.mark.parametrize(("size", "us"), sorted(measured(STREAMS, "nccl").items()))
+@pytest.mark.parametrize(("size", "us"), sorted(COPIES.items()))
+def test_sums_by_copy_engines_within_twenty_percent(size: int, us: float) -> None:
+    assert model.host_copy(pair(), size) == pytest.approx(us, rel=0.20)
+
+
+def test_what_is_chosen_is_what_was_faster() -> None:
+    copies = measured(SECOND, "streams", 0, "copy")
+    assert len(copies) >= 3
+    for size, us in copies.items():
+        copied = model.best(model.HOST, pair(), size)[0] == "copy"
+        assert copied == (us < KERNELS[size]), size
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_gathers_and_scattered_sums_within_twenty_percent(op: str) -> None:
+    copied = model.copied_gather if op == "all_gather" else model.copied_scatter
+    kernels, copies = (measured(SECOND, "rows", 1, by, op) for by in ("host", "copy"))
+    assert len(kernels) == len(copies) == 4
+    for size in kernels:
+        predicted = min(
+            model.direct(pair(), size, through_host=True), copied(pair(), size, model.SEEDS)
+        )
+        assert predicted == pytest.approx(min(kernels[size], copies[size]), rel=0.20), size
+
+
+@pytest.mark.parametrize(("size", "us"), sorted(NCCL.items()))
 def test_nccl_within_twenty_percent(size: int, us: float) -> None:
     assert model.nccl_through_host(pair(), size) == pytest.approx(us, rel=0.20)
 
 
-def test_the_machine_s_own_rate_of_kernels_is_taken() -> None:
-    facts = find_machine("2x-h200-nop2p").facts
-    assert from_facts(facts).kernel_bytes_s == 51e9
+def test_the_machine_s_own_rates_are_taken_and_others_have_seeds() -> None:
+    own = from_facts(find_machine("2x-h200-nop2p").facts)
+    assert (own.duplex_bytes_s, own.kernel_bytes_s, own.copy_us) == (86e9, 51e9, 90)
     other = from_facts(find_machine("8x-4090").facts)
     assert other.kernel_bytes_s == pytest.approx(other.link_bytes_s * 51 / 55)
+    assert other.duplex_bytes_s == pytest.approx(other.link_bytes_s * 93 / 54)
+    assert other.copy_us == 90

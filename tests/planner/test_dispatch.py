@@ -55,15 +55,20 @@ def test_rows_are_priced_as_they_are_sent() -> None:
     tree = from_facts(describe(NO_PEERS).facts).group(2, 2)
     priced = cost("ep2", found)
     many = 2 * 4096 * 4096
+
+    def beside(rows: int) -> float:
+        """Two messages more: experts' numbers and weights."""
+        return 2 * direct(tree, 2 * rows * 6 * 4, through_host=True)
+
     there, back = copied_gather(tree, many + many // 32), copied_scatter(tree, 2 * many)
-    assert priced.prefill(4096, 4096).sent * 1e6 == pytest.approx(4 * (there + back))
+    assert priced.prefill(4096, 4096).sent * 1e6 == pytest.approx(4 * (there + back + beside(4096)))
     few = 2 * 2 * 4096 * 2
     assert priced.prefill(2, 2).sent * 1e6 == pytest.approx(
-        4 * 2 * direct(tree, few, through_host=True)
+        4 * (2 * direct(tree, few, through_host=True) + beside(2))
     )
     as_they_are = StepCost(replace(priced.work, rounded=False), tree)
     assert as_they_are.prefill(4096, 4096).sent * 1e6 == pytest.approx(
-        4 * (copied_gather(tree, 2 * many) + back)
+        4 * (copied_gather(tree, 2 * many) + back + beside(4096))
     )
 
 

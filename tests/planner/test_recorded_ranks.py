@@ -10,6 +10,7 @@ import pytest
 from metainfer.comm import model as links
 from metainfer.comm.topology import Topology
 from metainfer.core.intent import Intent
+from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
 from metainfer.planner.exchange import Exchange, Sent
 from metainfer.planner.opening import open_model
@@ -21,8 +22,8 @@ import ranks_predicted as recorded
 V4, DENSE = "random:deepseek-v4-flash?layers=12", "random:qwen3-8b"
 
 
-def cost_of(model: str) -> tuple[StepCost, Topology]:
-    intent = Intent(model=model, parallel="tp2", context=4096, concurrency=64)
+def cost_of(model: str, layout: str = "tp2") -> tuple[StepCost, Topology]:
+    intent = Intent(model=model, parallel=layout, context=4096, concurrency=64)
     cost = describe("2x-h200-nop2p").resolve(open_model(model), intent).chosen.cost
     assert cost is not None and cost.tree is not None
     return cost, cost.tree
@@ -51,26 +52,43 @@ def test_a_step_that_is_replayed_has_no_copies() -> None:
     assert slower > 0 and apart == pytest.approx(sums * slower)
 
 
+def test_rows_to_shared_experts_come_with_two_small_messages() -> None:
+    """Numbers and weights of a token's experts; 24 bytes each cost what a message costs."""
+    cost, tree = cost_of(V4, "ep2")
+    seconds = Exchange(cost.work, tree).seconds(Sent(1, 1))
+    rows, routes = 2 * 4096 * 2, 2 * 6 * 4
+    sizes = (rows, rows, routes, routes)
+    each = sum(links.direct(tree, size, through_host=True) for size in sizes)
+    assert seconds * 1e6 == pytest.approx(cost.work.layers * each)
+
+
 # -- recorded runs ---------------------------------------------------------------------------------
 
 WITHIN = 0.15
 HOST_BOUND = "the host launches for longer than the card computes, which nothing prices"
 FEW_ROWS = "small launches of ranks with experts of their own, which nothing prices"
 MISSED = {
-    ("two cards, cp2/tp2, host", "prefill,"): HOST_BOUND,
+    ("two cards, cp2/tp2, host", "prefill, 2048 tokens"): HOST_BOUND,
+    ("two cards, ep2, host, halves", "prefill, 2048 tokens"): HOST_BOUND,
+    ("two cards, ep2, host", "decode, batch 1,"): FEW_ROWS,
     ("two cards, ep2, host, halves", "decode, batch 1,"): FEW_ROWS,
-    ("two cards, ep2, host, halves", "prefill,"): "gathered unrounded, by kernels, when it ran",
-    ("two cards, tp2, host, halves", "prefill, 2048 tokens"): HOST_BOUND,
 }
-"""Case and how a row begins -> why it is not within `WITHIN`."""
+"""Case and how a row begins -> why it may lie further off than `WITHIN`."""
 
 
 @pytest.mark.parametrize("case", recorded.pairs())
 def test_two_card_rows_within_15_percent_from_other_cases(case: str) -> None:
-    """Each from one card's rows and those of other layouts or collectives; no row prices itself."""
+    """Each from one card's rows and those of other layouts or collectives; no row prices itself.
+
+    Where halves of a chunk take turns, between nothing and all hidden of what is sent.
+    """
     about = recorded.TIMED[case]
     price = recorded.price(about.layout, about.collectives)
     for row, sample in recorded.two_cards(case):
-        error = abs(price(sample.phase, sample.amounts) / sample.seconds - 1)
-        listed = any(case == at and row.startswith(begin) for at, begin in MISSED)
-        assert error <= WITHIN or listed, (row, f"{error:.1%}")
+        if any(case == at and row.startswith(begin) for at, begin in MISSED):
+            continue
+        most, sent = price(sample.phase, sample.amounts), sample.amounts.sent
+        turns = about.halves is not None and sample.phase is Phase.CHUNK
+        least = max(most - sent, sent) if turns else most
+        taken = sample.seconds
+        assert least / (1 + WITHIN) <= taken <= most / (1 - WITHIN), (row, least, taken, most)
