@@ -57,7 +57,7 @@ def started(args: argparse.Namespace) -> Engine:
             platform=args.platform,
             context=max(*args.prefill, 1024) + 64,
             chunk_tokens=max(args.prefill),
-            concurrency=max(args.decode),
+            concurrency=max(args.decode, default=1),
             prefix_cache=False,
             **over_ranks,
         ),

@@ -74,7 +74,9 @@ class Timer:
     entries each time."""
 
     def __init__(self, executor: LocalExecutor, ranks: Ranks | None = None) -> None:
-        self._executor, self._ranks = executor, ranks or Ranks()
+        ranks = ranks or Ranks()
+        self._executor = executor
+        self._meet = ranks.tensor if ranks.tensor.size > 1 else ranks.domains
         self._parts = executor._parts
         self._device = self._parts.device
         self._card = self._device.type == "cuda"
@@ -131,7 +133,7 @@ class Timer:
 
     def _seconds(self, call: Callable[[], object]) -> float:
         """From when all ranks are here to when this one's device is done."""
-        self._ranks.tensor.sum(torch.zeros(8, device=self._device))
+        self._meet.sum(torch.zeros(8, device=self._device))
         self._wait()
         begin = time.perf_counter()
         call()
