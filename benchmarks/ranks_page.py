@@ -40,19 +40,21 @@ PAIR = "two cards, tp2, host"
 AT_ONCE, LONE = prompt_row(8192, 4), prompt_row(8192)
 TOKENS = {AT_ONCE: 4 * 8192, LONE: 8192}
 SUMS = (
+    ("2026-11-30-2xh200-streams-second.json", "streams"),
     ("2026-11-30-2xh200-streams.json", "streams"),
     ("2026-11-29-2xh200-comm.json", "pair_without_peer"),
 )
 """Records of sums and their section, the newest first."""
 SIZES = (8192, 65_536, 262_144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+FIRST, LAST = 0, -1
 RUNGS = (
-    ("tp2 by NCCL, one layout", NCCL),
-    ("sums through host memory by ours", "two cards, tp2, host"),
-    ("halves of a chunk in turns", "two cards, tp2, host, halves"),
-    ("whole experts on ranks (ep2)", "two cards, ep2, host"),
-    ("whole experts, halves in turns", "two cards, ep2, host, halves"),
+    ("tp2 by NCCL, one layout", NCCL, LAST),
+    ("sums through host memory by ours", "two cards, tp2, host", FIRST),
+    ("halves of a chunk in turns", "two cards, tp2, host, halves", FIRST),
+    ("whole experts on ranks: ep2, halves", "two cards, ep2, host, halves", FIRST),
+    ("long calls by copies, rows in FP8", "two cards, ep2, host, halves", LAST),
 )
-"""From side (a) on, each beside what stands above it."""
+"""From side (a) on, each beside what stands above it; of each case the first or the last record."""
 
 HEAD = """# Two cards without peer access
 
@@ -129,14 +131,15 @@ def gains() -> Iterator[str]:
 
 def rungs() -> Iterator[Rung]:
     """Cases of `RUNGS` that were measured, over side (a) of the same record."""
-    for label, case in RUNGS:
-        for name in PAIRS:
-            said = record(name)
-            base, found = (rows_of(said.get(each, {})) for each in (NCCL, case))
-            if AT_ONCE in base and AT_ONCE in found:
-                rate = TOKENS[AT_ONCE] / found[AT_ONCE]
-                yield Rung(f"{label} {number(name)}", base[AT_ONCE] / found[AT_ONCE], rate)
-                break
+    for label, case, which in RUNGS:
+        found = []
+        for name in reversed(PAIRS):
+            base, rows = (rows_of(record(name).get(each, {})) for each in (NCCL, case))
+            if AT_ONCE in base and AT_ONCE in rows:
+                rate = TOKENS[AT_ONCE] / rows[AT_ONCE]
+                found.append(Rung(f"{label} {number(name)}", base[AT_ONCE] / rows[AT_ONCE], rate))
+        if found:
+            yield found[which]
 
 
 def ladder() -> Iterator[str]:
@@ -171,14 +174,15 @@ def alone() -> Iterator[str]:
 def collectives(tree: Topology) -> Iterator[str]:
     """Sums over both cards by size: ours, NCCL's, and what the model says of each."""
     yield "One sum over both cards, µs, from the newest record that has the size. Limit: bytes of"
-    yield "both directions over the link's rate with both in use. Predicted: as the model says now."
+    yield "both directions over 93 GB/s, the link's rate with both in use. Predicted: by the model"
+    yield "as it is now."
     yield ""
     yield "| bytes | host: predicted | measured | by | NCCL: predicted | measured | limit |"
     yield "|---|---|---|---|---|---|---|"
     for size in SIZES:
         ours, theirs = fastest(size, ("host", "copy")), fastest(size, ("nccl",))
         name, known = links.best(links.HOST, tree, size)
-        limit = 2 * size / tree.duplex_bytes_s * 1e6
+        limit = links.host_limit_us("one_shot", tree.world, size)
         yield (
             f"| {size:,} | {known:,.1f} ({name}) | {ours[1]:,.1f} | {ours[0]} "
             f"| {links.nccl_through_host(tree, size):,.1f} | {theirs[1]:,.1f} | {limit:,.1f} |"
