@@ -100,6 +100,8 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
             estimate = experts.chunk_for(card, wide=True).shared_bytes(wide=True)
         elif name.startswith("experts-wgmma-some"):
             estimate = experts.WGMMA_SOME.shared_bytes()
+        elif name.startswith("experts-wgmma-middle"):
+            estimate = experts.WGMMA_MIDDLE.shared_bytes()
         elif name.startswith("experts-wgmma-many"):
             estimate = experts.WGMMA_MANY.shared_bytes()
         elif name.startswith("experts-wgmma"):

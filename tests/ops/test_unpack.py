@@ -27,6 +27,7 @@ from metainfer.ops.moe_experts.tiles import (
     UNPACK_WORDS,
     WGMMA_CHUNK,
     WGMMA_MANY,
+    WGMMA_MIDDLE,
     WGMMA_SOME,
     WGMMA_STREAM,
     WgmmaTile,
@@ -91,10 +92,11 @@ def test_unpacked_elements_are_exact(each: int, rng: random.Random) -> None:
 def test_tiles_by_pairs_and_widths() -> None:
     assert portable_for(8 * 256, 256) == PORTABLE_STREAM
     assert portable_for(8 * 256 + 1, 256) == PORTABLE_CHUNK
-    pairs = (8, 9, 16, 17, 80, 81)
+    pairs = (8, 9, 16, 17, 28, 29, 80, 81)
     chosen = [wgmma_for(256 * each, 256, 4096, 2048) for each in pairs]
-    assert chosen == [WGMMA_STREAM, *[WGMMA_SOME] * 2, *[WGMMA_CHUNK] * 2, WGMMA_MANY]
-    narrow = [*[WGMMA_SOME] * 3, *[WGMMA_MANY] * 3]
+    below = [*[WGMMA_SOME] * 2, *[WGMMA_MIDDLE] * 2]
+    assert chosen == [WGMMA_STREAM, *below, *[WGMMA_CHUNK] * 2, WGMMA_MANY]
+    narrow = [WGMMA_SOME, *below, *[WGMMA_MANY] * 3]
     for d, f in ((4096, 256), (4096, 512), (640, 4096), (4096, 2048 + 128)):
         assert [wgmma_for(256 * each, 256, d, f) for each in pairs] == narrow
 

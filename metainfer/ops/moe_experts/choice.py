@@ -8,6 +8,7 @@ from metainfer.ops.moe_experts.tiles import (
     PORTABLE_STREAM,
     WGMMA_CHUNK,
     WGMMA_MANY,
+    WGMMA_MIDDLE,
     WGMMA_SOME,
     WGMMA_STREAM,
     PipelinedTile,
@@ -23,11 +24,14 @@ def wgmma_for(pairs: int, experts: int, d: int, f: int) -> TableTile:
     """
     if pairs > 80 * experts:  # most take two tiles of 64, and one of 128 costs less
         return WGMMA_MANY
-    if min(d, f) < 8 * BLOCK or d % (4 * BLOCK) or f % (4 * BLOCK):
-        return WGMMA_SOME if pairs <= 16 * experts else WGMMA_MANY
-    if pairs <= 8 * experts:
+    narrow = min(d, f) < 8 * BLOCK or d % (4 * BLOCK) or f % (4 * BLOCK)
+    if pairs <= 8 * experts and not narrow:
         return WGMMA_STREAM
-    return WGMMA_SOME if pairs <= 16 * experts else WGMMA_CHUNK
+    if pairs <= 16 * experts:
+        return WGMMA_SOME
+    if pairs <= 28 * experts:  # few take two tiles of 32
+        return WGMMA_MIDDLE
+    return WGMMA_MANY if narrow else WGMMA_CHUNK
 
 
 def portable_for(pairs: int, experts: int) -> PipelinedTile:

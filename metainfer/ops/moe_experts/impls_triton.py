@@ -17,10 +17,7 @@ from metainfer.kernels.impl import Context, Numerics
 from metainfer.ops.declare import ON_CUDA, triton
 from metainfer.ops.moe_experts.tiles import (
     PORTABLE_CHUNK,
-    WGMMA_CHUNK,
-    WGMMA_MANY,
-    WGMMA_SOME,
-    WGMMA_STREAM,
+    WGMMA_TILES,
     chunk_for,
     stream_for,
 )
@@ -70,9 +67,7 @@ IMPLS = (
             capability((9, 0), (9, 9)),
             feature("wgmma"),
             *_BLOCKS,
-            shared_memory(
-                max(t.shared_bytes() for t in (WGMMA_STREAM, WGMMA_SOME, WGMMA_CHUNK, WGMMA_MANY))
-            ),
+            shared_memory(max(tile.shared_bytes() for tile in WGMMA_TILES)),
         ),
         requires_layout=STORED,
         honours=CLAMP,
