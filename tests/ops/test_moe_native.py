@@ -172,6 +172,21 @@ def test_rounding_is_the_recipes_bit_for_bit(host: Any, back: bool) -> None:
     assert bool(same[sound].all())
 
 
+def test_rows_that_no_load_of_four_can_read_are_copied() -> None:
+    class Spy:
+        tile, given = MX_STREAM, (0, 0)
+
+        def launch(self, name: str, grid: int, *arguments: Any) -> None:
+            self.given = (arguments[0].value, arguments[3].value)
+
+    memory = torch.zeros(5 * 260, dtype=torch.bfloat16)
+    for stride, begin, copied in ((260, 4, False), (260, 1, True), (258, 0, True)):
+        x, spy = memory.as_strided((4, 256), (stride, 1), begin), Spy()
+        rounded(x, spy)
+        assert (spy.given != (x.data_ptr(), stride)) is copied
+        assert spy.given[0] % 8 == 0 and spy.given[1] % 4 == 0
+
+
 def test_parted_order() -> None:
     x = torch.arange(16)
     assert parted(x).tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]

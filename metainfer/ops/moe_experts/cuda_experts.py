@@ -89,7 +89,7 @@ def rounded(x: Tensor, run: Kernels) -> tuple[Tensor, Tensor]:
     """x bf16 [T, K] -> (e4m3 [T, K] in parted order, scales [T, K / 128] as bytes of 2^(b - 127)),
     both uint8: the recipe's rounding of activations."""
     rows, k = x.shape
-    if x.stride(1) != 1 or x.stride(0) % 4:
+    if x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 8:  # four numbers a load
         x = x.contiguous()
     q = torch.empty((rows, k), dtype=torch.uint8, device=x.device)
     scales = torch.empty((rows, k // BLOCK), dtype=torch.uint8, device=x.device)

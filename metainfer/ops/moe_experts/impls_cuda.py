@@ -43,7 +43,7 @@ IMPLS = (
         honours=CLAMP,
         native_when=INSTRUCTION,
         numerics=Numerics.NATIVE,
-        # Seeds: those of the form that unpacks, and its rate is twice as near the card's.
+        # Seeds a little above those of the form that unpacks; neither was timed on such a card.
         cost=roofline(
             expert_traffic, expert_operations, launches=5, part=0.5, compute_part=0.3,
             element="float8_e4m3fn",
