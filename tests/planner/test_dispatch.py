@@ -10,7 +10,7 @@ from test_lanes import said
 from test_spread_contexts import cost, planned
 
 from metainfer.comm.model import copied_gather, copied_scatter, direct
-from metainfer.comm.topology import from_facts
+from metainfer.comm.topology import from_facts, no_peer
 from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
@@ -70,6 +70,12 @@ def test_rows_are_priced_as_they_are_sent() -> None:
     assert as_they_are.prefill(4096, 4096).sent * 1e6 == pytest.approx(
         4 * (copied_gather(tree, 2 * many) + back + beside(4096))
     )
+    four = replace(no_peer(4), duplex_bytes_s=20e9, kernel_bytes_s=9e9)  # each way has its price
+    work = replace(priced.work, layout=LayoutPlan(name="ep4", data=4, expert=4))
+    there, back = copied_gather(four, 2 * many + many // 16), copied_scatter(four, 4 * many)
+    small = 2 * direct(four, 4 * 4096 * 6 * 4, through_host=True)
+    sent = StepCost(work, four).prefill(4096, 4096).sent * 1e6
+    assert sent == pytest.approx(4 * (there + back + small))
 
 
 def test_kernels_that_take_rows_as_they_are_say_so_by_phase() -> None:
