@@ -1,0 +1,87 @@
+/* Element types of a sum: a pack of memory to wide values and back, one rounding, in the order of memory.
+ * Sums and products are plain: the compiler may not fuse or reorder them. */
+#ifndef MI_ELEMENTS_H
+#define MI_ELEMENTS_H
+
+__device__ __forceinline__ float bits_float(mi_u32 x) { return __int_as_float((int)x); }
+__device__ __forceinline__ mi_u32 float_bits(float x) { return (mi_u32)__float_as_int(x); }
+
+template <int Type> struct Element;
+
+template <> struct Element<MI_BF16> {
+    typedef float Wide;
+    typedef mi_u16 Raw;
+    static __device__ __forceinline__ float wide(mi_u16 x) { return bits_float((mi_u32)x << 16); }
+    static __device__ __forceinline__ mi_u16 round(float x) {
+        const mi_u32 u = float_bits(x);
+        return x != x ? (mi_u16)0x7fc0 : (mi_u16)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+    }
+};
+template <> struct Element<MI_F16> {
+    typedef float Wide;
+    typedef mi_u16 Raw;
+    static __device__ __forceinline__ float wide(mi_u16 x) { return half_to_float(x); }
+    static __device__ __forceinline__ mi_u16 round(float x) {
+        return x != x ? (mi_u16)0x7e00 : float_to_half(x);
+    }
+};
+template <> struct Element<MI_F32> {
+    typedef float Wide;
+    typedef mi_u32 Raw;
+    static __device__ __forceinline__ float wide(mi_u32 x) { return bits_float(x); }
+    static __device__ __forceinline__ mi_u32 round(float x) {
+        return x != x ? 0x7fc00000u : float_bits(x);
+    }
+};
+template <> struct Element<MI_F64> {
+    typedef double Wide;
+    typedef mi_u64 Raw;
+    static __device__ __forceinline__ double wide(mi_u64 x) {
+        return __longlong_as_double((long long)x);
+    }
+    static __device__ __forceinline__ mi_u64 round(double x) {
+        return x != x ? 0x7ff8000000000000ull : (mi_u64)__double_as_longlong(x);
+    }
+};
+template <> struct Element<MI_I32> {
+    typedef mi_u32 Wide;
+    typedef mi_u32 Raw;
+    static __device__ __forceinline__ mi_u32 wide(mi_u32 x) { return x; }
+    static __device__ __forceinline__ mi_u32 round(mi_u32 x) { return x; }
+};
+
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
+__device__ __forceinline__ mi_u32 add(mi_u32 a, mi_u32 b) { return a + b; }
+__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double mul(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ float inverse_root(float x) { return __fdiv_rn(1.0f, __fsqrt_rn(x)); }
+__device__ __forceinline__ double inverse_root(double x) { return __ddiv_rn(1.0, __dsqrt_rn(x)); }
+__device__ __forceinline__ float divide(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ double divide(double a, double b) { return __ddiv_rn(a, b); }
+
+template <int Type> struct Values {
+    typedef typename Element<Type>::Raw Raw;
+    typedef typename Element<Type>::Wide Wide;
+    static const int N = 16 / sizeof(Raw);
+    static __device__ __forceinline__ void unpack(const Pack &p, Wide *x) {
+        union {
+            Pack p;
+            Raw r[N];
+        } u;
+        u.p = p;
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = Element<Type>::wide(u.r[i]);
+    }
+    static __device__ __forceinline__ Pack pack(const Wide *x) {
+        union {
+            Pack p;
+            Raw r[N];
+        } u;
+#pragma unroll
+        for (int i = 0; i < N; i++) u.r[i] = Element<Type>::round(x[i]);
+        return u.p;
+    }
+};
+
+#endif
