@@ -90,7 +90,7 @@ def rounded(x: Tensor, run: Kernels) -> tuple[Tensor, Tensor]:
     both uint8: the recipe's rounding of activations."""
     rows, k = x.shape
     if x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 8:  # four numbers a load
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)
     q = torch.empty((rows, k), dtype=torch.uint8, device=x.device)
     scales = torch.empty((rows, k // BLOCK), dtype=torch.uint8, device=x.device)
     addresses = [ctypes.c_uint64(each.data_ptr()) for each in (x, q, scales)]
