@@ -122,7 +122,9 @@ def test_day_0_against_ours_side_by_side() -> None:
     )
     with pytest.raises(UsageError, match="has none"):
         emulated.run(wish, OfflineOptions(against="transformers"), lambda text: None)
-    document = emulated.run(wish, options, lambda text: None)
+    kept: list[int] = []
+    document = emulated.run(wish, options, lambda text: None, lambda d: kept.append(len(d["rows"])))
+    assert kept == [1, 2, 3, 4, 5, 6]  # a run that is cut short leaves what it measured
     assert document["emulated"] == f"rank 0 of 4 of {NAMED}"
     assert document["verification"]["checked"] is False
     sides = document["sides"]
