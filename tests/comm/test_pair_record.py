@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import cache
 from pathlib import Path
@@ -76,6 +77,13 @@ def test_gathers_and_scattered_sums_within_twenty_percent(op: str) -> None:
 @pytest.mark.parametrize(("size", "us"), sorted(NCCL.items()))
 def test_nccl_within_twenty_percent(size: int, us: float) -> None:
     assert model.nccl_through_host(pair(), size) == pytest.approx(us, rel=0.20)
+
+
+def test_nccl_takes_the_link_whatever_our_copies_reach() -> None:
+    slow = dataclasses.replace(pair(), duplex_bytes_s=43e9)
+    size = 64 << 20
+    assert model.nccl_through_host(slow, size) == model.nccl_through_host(pair(), size)
+    assert model.host_copy(slow, size) > model.host_copy(pair(), size)
 
 
 def test_the_machine_s_own_rates_are_taken_and_others_have_seeds() -> None:

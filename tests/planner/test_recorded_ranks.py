@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from metainfer.comm.topology import Topology
 from metainfer.core.intent import Intent
 from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
+from metainfer.planner.calibration import Sample
 from metainfer.planner.exchange import Exchange, Sent
 from metainfer.planner.opening import open_model
 from metainfer.planner.steps import StepCost
@@ -92,3 +94,16 @@ def test_two_card_rows_within_15_percent_from_other_cases(case: str) -> None:
         least = max(most - sent, sent) if turns else most
         taken = sample.seconds
         assert least / (1 + WITHIN) <= taken <= most / (1 - WITHIN), (row, least, taken, most)
+
+
+def test_no_case_prices_itself_nor_its_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, asked = recorded.two_cards, list[str]()
+
+    def two_cards(case: str) -> Iterator[tuple[str, Sample]]:
+        asked.append(case)
+        yield from read(case)
+
+    monkeypatch.setattr(recorded, "two_cards", two_cards)
+    recorded.price.__wrapped__("ep2", "host")
+    assert "two cards, tp2, nccl without peers" in asked and "two cards, cp2/tp2, host" in asked
+    assert not any("ep2, host" in case or "halves" in case for case in asked)
