@@ -33,7 +33,11 @@ from metainfer.planner.steps import StepCost
 MODEL, RECORDED_LAYERS = "random:deepseek-v4-flash", 12
 RECORDS = Path(__file__).parent / "records"
 ONE_CARD, LONG = "2026-11-30-h200-v4-engine-zipf.json", "2026-11-30-h200-v4-long.json"
-PAIRS = ("2026-11-30-2xh200-ranks-third.json", "2026-11-30-2xh200-ranks-second.json")
+PAIRS = (
+    "2026-11-30-2xh200-ranks-fourth.json",
+    "2026-11-30-2xh200-ranks-third.json",
+    "2026-11-30-2xh200-ranks-second.json",
+)
 """Records of two cards, the newest first: a case is taken from the first that timed it."""
 CHUNK, CONTEXT = 8192, 1024
 BATCHES, PROMPTS, TOGETHER = (1, 8, 64), (2048, 8192), ((8, 2048), (4, 8192))
@@ -52,6 +56,11 @@ class Case:
     seconds: float = 180.0
     halves: int | None = None
     emulated: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether the cards meet in host memory alone."""
+        return self.collectives == "host" or bool(self.environ)
 
 
 NO_PEER = {"NCCL_P2P_DISABLE": "1"}
@@ -140,6 +149,11 @@ def pairs() -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
+def judged() -> list[str]:
+    """Recorded cases of two cards that do without peers, as the machine named does."""
+    return [case for case in pairs() if TIMED[case].cards == 2 and TIMED[case].apart]
+
+
 def cost_of(layout: str, collectives: str, machine: str, layers: int) -> StepCost:
     cost = costs("1x-h200" if layout == "single" else machine, layers, layout)
     return NcclCost(cost) if collectives == "nccl" else cost
@@ -182,7 +196,7 @@ def two_cards(case: str) -> Iterator[tuple[str, Sample]]:
 def price(layout: str, collectives: str) -> Calibration:
     """Of recorded steps, but for those of that layout by these collectives."""
     found = [] if layout == "single" else list(one_card())
-    for case in pairs():
+    for case in judged():
         about = TIMED[case]
         if about.halves is None and (about.layout, about.collectives) != (layout, collectives):
             found += [sample for _, sample in two_cards(case)]
@@ -204,11 +218,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=RECORDED_LAYERS)
     parser.add_argument("--machine", default=MACHINE)
     given = parser.parse_args()
-    sides = {
-        (case.layout, case.collectives): None
-        for case in TIMED.values()
-        if case.collectives == "host" or case.environ
-    }
+    sides = {(case.layout, case.collectives): None for case in TIMED.values() if case.apart}
     print("| layout, by | " + " | ".join(ROWS) + " |")
     print("|---|" + "---|" * len(ROWS))
     for layout, by in (*sides, ("single", "")):

@@ -78,7 +78,7 @@ MISSED = {
 """Case and how a row begins -> why it may lie further off than `WITHIN`."""
 
 
-@pytest.mark.parametrize("case", recorded.pairs())
+@pytest.mark.parametrize("case", recorded.judged())
 def test_two_card_rows_within_15_percent_from_other_cases(case: str) -> None:
     """Each from one card's rows and those of other layouts or collectives; no row prices itself.
 
@@ -107,3 +107,4 @@ def test_no_case_prices_itself_nor_its_halves(monkeypatch: pytest.MonkeyPatch) -
     recorded.price.__wrapped__("ep2", "host")
     assert "two cards, tp2, nccl without peers" in asked and "two cards, cp2/tp2, host" in asked
     assert not any("ep2, host" in case or "halves" in case for case in asked)
+    assert not any("one card" in case or "ipc" in case for case in asked)
