@@ -50,9 +50,10 @@ WORDS = layout.WORLD + 3
 COUNTERS = 64 << 10
 LOOK_S, FAR = 0.02, 1 << 62
 """How often a watch looks, and what it lets waits find."""
-LEAST_PIECE, MOST_PIECE, PIECES = 512 << 10, 4 << 20, 8
-"""Bytes, and into how many pieces a part is cut at least, if they are no smaller. Copy engines
-reach 84 GB/s of both directions in pieces of 1 MiB, 95 in pieces of 4 (H200, docs/log.md)."""
+LEAST_PIECE, MOST_PIECE = 2 << 20, 4 << 20
+"""Bytes. Copy engines reach 84 GB/s of both directions in pieces of 1 MiB, 95 in pieces of 4; and
+every piece costs the host a dozen calls, which a message of 16 MiB waits for in smaller ones (H200,
+docs/log.md)."""
 PROVEN_PIECE = 16 << 10
 _ADD_BLOCKS = 32
 _FIRST = -1  # of a stream: before those of usual priority
@@ -209,9 +210,8 @@ class CopyRank:
         elif request.op is Op.REDUCE_SCATTER:
             own_out = out
         share = max(end - begin for begin, end in bounds)
-        longest = min(MOST_PIECE, max(LEAST_PIECE, share * width // PIECES))
         least, most = (
-            (self.piece_bytes or each) // width // 8 * 8 for each in (LEAST_PIECE, longest)
+            (self.piece_bytes or each) // width // 8 * 8 for each in (LEAST_PIECE, MOST_PIECE)
         )
         pieces = tuple(ramp(share, least, most))
         kind = element_type(request)
