@@ -98,7 +98,9 @@ def test_estimates_are_upper_bounds_of_what_compilers_used() -> None:
         if kind.startswith("index-score"):
             tile = indexer.STREAM if "one" in kind else indexer.SCORE
             tile = indexer.WIDE_SCORE if "wide" in kind else tile
-            estimate = tile.shared_bytes(int(last), 128, 2)
+            heads, _, channels = last.partition("x")
+            d = max(int(channels or 128), indexer.HALF_BYTE_CHANNELS)
+            estimate = tile.shared_bytes(int(heads), d, 2)
         elif kind.startswith("moe-route"):
             score, _, gate = kind.removeprefix("moe-route-").removeprefix("score-").partition("-")
             width = {"bf16": 2, "fp32": 4}.get(gate.removesuffix("-early"))
