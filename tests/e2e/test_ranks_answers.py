@@ -284,11 +284,14 @@ def check_dealt(engine: Engine) -> None:
     assert isinstance(executor, RankExecutor) and resolved is not None
     plan, cost = resolved.plan, resolved.chosen.cost
     assert cost is not None
-    moved, ranks = executor.moved_bytes, plan.layouts[0].shards
+    moved, layout = executor.moved_bytes, plan.layouts[0]
     planned = sum(row.bytes for row in plan.ledger if row.kind == "kv")
-    assert [each["kv"] for each in group_of(engine).call("held_bytes")] == [planned] * ranks  # type: ignore[index]
-    # Each rank receives the queries of the others' heads; over all ranks, all but one's.
-    a_token = cost.work.dealt_layers * query_bytes(cost.work) * (ranks - 1)
+    held = group_of(engine).call("held_bytes")
+    assert [each["kv"] for each in held] == [planned] * layout.ranks  # type: ignore[index]
+    # Each rank receives the queries of the others' heads; over a group, all but one's. Several
+    # groups of a domain each have the whole cache, for heads of their own.
+    groups = layout.tensor // layout.shards
+    a_token = cost.work.dealt_layers * query_bytes(cost.work) * (layout.shards - 1) * groups
     rows = moved["queries"] / a_token
     assert moved["outputs"] == moved["queries"] and rows == int(rows)
     assert rows >= engine.stats().generated_tokens - engine.stats().accepted_drafts - REQUESTS
