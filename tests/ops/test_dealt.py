@@ -185,3 +185,24 @@ def test_dense_keys_in_parts_are_the_whole(
             for r, (mix, _) in enumerate(found)
         )
         torch.testing.assert_close(total.flatten(0, 1).view(1, -1, WIDTH), want, rtol=0, atol=1e-12)
+
+
+@MODULES
+def test_rows_of_padding_alone_find_nothing(module: ModuleType) -> None:
+    """A domain without requests computes as many rows as the widest, and has no page table."""
+    table = torch.zeros(0, 4, dtype=torch.int32)
+    start = torch.zeros(1, dtype=torch.int32)
+    rows = torch.ones(3, 2, WIDTH, dtype=torch.float64)
+    pages = latents(PAGE)
+    listed = torch.full((3, 5), -1, dtype=torch.int32)
+    mixed, logs = module.attn_part(rows, pages, table, listed, None, start, scale=1.0)
+    assert not mixed.any() and (logs <= -1e29).all()
+    counts = torch.zeros(3, dtype=torch.int64)
+    weights = torch.ones(3, 2, dtype=torch.float64)
+    found, values = module.index_part(
+        rows, weights, keys(PAGE), table, counts, start, top_k=6, scale=1.0
+    )
+    assert (found == -1).all() and not values.any()
+    cache = torch.full((9, PAGE, 1, WIDTH), torch.nan, dtype=torch.float64)
+    mixed, logs = module.attn_paged_part(rows, cache, cache, table, counts, start, scale=1.0)
+    assert not mixed.any() and (logs <= -1e29).all()

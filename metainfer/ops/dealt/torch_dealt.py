@@ -33,7 +33,7 @@ def attn_part(
     step = max(1, BLOCK // (max(numbers.shape[1], 1) * max(d, heads)))
     for low in range(0, tokens, step):
         rows = slice(low, low + step)
-        table = page_table.index_select(0, sequence[rows])
+        table = _tables(page_table, sequence[rows])
         keys = take(pages, locate(table, pages.entries, numbers[rows]).flatten())
         keys = keys.view(*numbers[rows].shape, d).to(mixed.dtype)  # [m, k, D]
         logits = torch.bmm(wide(q[rows]) * scale, keys.transpose(1, 2))  # [m, Hq, k]
@@ -61,7 +61,7 @@ def attn_paged_part(
     step = max(1, BLOCK // (room * hkv * max(d, group)))
     for low in range(0, tokens, step):
         rows = slice(low, low + step)
-        table = page_table.index_select(0, sequence[rows]).clamp_min(0).long()  # [m, W]
+        table = _tables(page_table, sequence[rows]).clamp_min(0).long()  # [m, W]
         known = seen[rows]
         keys, values = (
             cache[table].flatten(1, 2).to(mixed.dtype)  # [m, L, Hkv, D]
@@ -73,6 +73,13 @@ def attn_paged_part(
         mix, log = _mix(logits, known.repeat_interleave(hkv, 0), values, None)
         mixed[rows], logs[rows] = mix.view(-1, heads, d), log.view(-1, heads)
     return mixed, logs
+
+
+def _tables(page_table: Tensor, sequence: Tensor) -> Tensor:
+    """The table of each row [m, W]; -1 where a domain computes padding alone and has none."""
+    if not len(page_table):
+        return page_table.new_full((len(sequence), page_table.shape[1]), -1)
+    return page_table.index_select(0, sequence)
 
 
 def _mix(
@@ -138,7 +145,7 @@ def index_part(
     for low in range(0, tokens, step):
         rows = slice(low, low + step)
         numbers = torch.where(every < seen[rows], every, -1)  # [m, room]
-        table = page_table.index_select(0, sequence[rows])
+        table = _tables(page_table, sequence[rows])
         keys = take(pages, locate(table, pages.entries, numbers).flatten()).view(-1, room, d)
         products = torch.bmm(wide(q[rows]), keys.to(values.dtype).transpose(1, 2)).relu_()
         value = torch.bmm(wide(g[rows]).unsqueeze(1).to(values.dtype), products).squeeze(1)
