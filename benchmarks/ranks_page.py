@@ -53,7 +53,7 @@ RUNGS = (
     ("sums through host memory by ours", "two cards, tp2, host", FIRST),
     ("halves of a chunk in turns", "two cards, tp2, host, halves", FIRST),
     ("whole experts on ranks: ep2, halves", "two cards, ep2, host, halves", FIRST),
-    ("long calls by copies, rows in FP8", "two cards, ep2, host, halves", LAST),
+    ("long calls by copies, rows in FP8, later code", "two cards, ep2, host, halves", LAST),
 )
 """From side (a) on, each beside what stands above it; of each case the first or the last record."""
 
@@ -61,8 +61,8 @@ HEAD = """# Two cards without peer access
 
 Written by `python benchmarks/ranks_page.py`; do not edit. Two H200 of one host whose peer paths are
 switched off stand in for cards that meet on PCIe alone: every message goes through host memory.
-DeepSeek-V4-Flash's shapes, {layers} of 43 layers, random weights; kernels are equal on all sides.
-Records, the newest first:
+DeepSeek-V4-Flash's shapes, {layers} of 43 layers, random weights; in one record both sides
+run the same kernels, between records code and machines differ. Records, the newest first:
 
 {records}
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from metainfer.comm.driver import QUEUES
 from metainfer.comm.peers import Place
 from metainfer.comm.plan_file import Key, PlanFile, read, retune, write
 from metainfer.comm.plan_tiers import Bucket, Sample, Tier, decode_buckets, make_tiers
@@ -69,7 +70,12 @@ def run(intent: Intent, options: CollectivesOptions, log: Callable[[str], None])
     refused: dict[str, str] = {}
     tiers: dict[Key, tuple[Tier, ...]] = {}
     with ProcessGroup.spawn(
-        RANK, layout.ranks, facts=facts, start_s=600.0, after_close=[sweep]
+        RANK,
+        layout.ranks,
+        facts=facts,
+        start_s=600.0,
+        environ=lambda rank: QUEUES,
+        after_close=[sweep],
     ) as group:
         share = options.seconds / (len({len(g) for g in groups.values()}) * 2)
         for role, members in {len(g): (r, g) for r, g in groups.items()}.values():

@@ -51,6 +51,7 @@ OPENED = ("ipc", "host", HOST_COPY, "nccl")
 ON_REQUEST = reject("on-request", "opened only when it is asked for: --collectives nccl")
 PROVEN = (1, 777, 70_001)
 """Elements of the messages that a backend has to get right before it is used."""
+PROVEN_BYTES = 8 * PROVEN[-1]
 
 
 class CardRanks:
@@ -90,7 +91,7 @@ class CardRanks:
                     tree.group(len(members), place.layout.ranks),
                     device.index or 0,
                     wanted=_wanted(method, tree, every=every, sharing=sharing),
-                    part_bytes=-(-most_bytes // len(members)) + 4096,
+                    part_bytes=-(-max(most_bytes, PROVEN_BYTES) // len(members)) + 4096,
                 )
                 group.prove(dtype)
                 group.start(method, tiers or {})

@@ -11,6 +11,9 @@ __all__ = ["CudaError", "Function", "Module", "call", "check", "library", "u64"]
 HOST_PORTABLE, HOST_MAPPED = 1, 2
 IPC_LAZY_PEER = 1
 IPC_HANDLE_BYTES = 64
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""What a process of ranks is started with: as many hardware queues as there can be. Streams that
+share one wait for each other, and one that waits for a peer holds up all of them."""
 STREAMS_COUNT = 122
 """``CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS``."""
 

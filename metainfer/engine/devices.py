@@ -5,7 +5,6 @@ In this process it is the whole model, or one rank of several whose peers are em
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from metainfer.executor.ranks import RankExecutor
     from metainfer.kernels.table import Trace
 
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Hardware queues of a rank. Streams that share one wait for each other, and one that waits for a
-peer holds up all of them: of eight, the usual number, a rank's streams would share some."""
 RANK = "metainfer.engine.rank:Rank"
 START_S = 600.0
 """How long ranks may take to load; a rank that dies is noticed at once."""
@@ -94,6 +90,7 @@ def _open_ranks(
     resolved: Resolved, machine: Machine, intent: Intent, note: Callable[[str], None]
 ) -> RankExecutor:
     from metainfer.comm import plan_file
+    from metainfer.comm.driver import QUEUES
     from metainfer.comm.segment import sweep
     from metainfer.engine.rank import facts_of, tiers_path
     from metainfer.executor.ranks import RankExecutor
@@ -109,13 +106,12 @@ def _open_ranks(
         note(f"collectives by {path}")
     tiers = plan_file.render(kept) if kept is not None else ""
     facts = [facts_of(intent, resolved, tiers)] * layout.ranks
-    queues = {QUEUES: os.environ.get(QUEUES, "32")}
     group = ProcessGroup.spawn(
         RANK,
         layout.ranks,
         facts=facts,
         start_s=START_S,
-        environ=lambda rank: queues,
+        environ=lambda rank: QUEUES,
         after_close=[sweep],
     )
     return RankExecutor(group, layout, resolved.sizes.slots, resolved.plan.graphs)

@@ -297,11 +297,12 @@ def test_copies_without_a_peer_end_in_words(fake: fake_cuda.Torch, by_streams: b
 
 def test_a_peer_that_comes_after_its_time_finds_the_group_broken(fake: fake_cuda.Torch) -> None:
     """It counts over what waits were let find: they are let go again, and the error stays."""
-    ranks = copy_ranks(2, budget_s=0.1)
+    ranks = copy_ranks(2, budget_s=60)
     plan = plan_of(Request(op=Op.ALL_REDUCE, count=64, dtype="bfloat16", world=2), "two_shot")
     given, out = (torch.zeros(64, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         ranks[0].run(plan, given, out)
+    ranks[0].budget_s = 0.1
     fake.cuda.synchronize()
     ranks[1]._tell(cuda_copy.ALL, ranks[1].down)
     ranks[1].down.synchronize()
@@ -311,3 +312,14 @@ def test_a_peer_that_comes_after_its_time_finds_the_group_broken(fake: fake_cuda
         time.sleep(0.001)
     with pytest.raises(CommError, match="rank 1"):
         ranks[0].run(plan, given, out)
+
+
+def test_a_rank_that_is_closed_can_still_be_told_of_a_death(fake: fake_cuda.Torch) -> None:
+    """Its staging memory is gone by then: who watches peers must not write there."""
+    gone: list[bool] = []
+    ranks = copy_ranks(2)
+    ranks[0]._closing = lambda: gone.append(True)
+    word = ranks[0].staging.word(0, cuda_copy.ABORT, 0)
+    ranks[0].close()
+    ranks[0].abort()
+    assert gone == [True] and ranks[0].staging.here(word).value == 0

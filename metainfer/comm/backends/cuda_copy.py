@@ -11,7 +11,7 @@ at once and an engine goes from copy to copy; sums have a third. Between ranks a
 memory is written behind each copy and awaited before one, on two more streams: by themselves where
 a device does that, else by one-thread kernels. Such a kernel waits for room beside what computes
 meanwhile, for every piece anew; a stream that waits by itself has neither a budget of time nor an
-ear for an abort: a thread (`_Watch`) has both and lets it go. So each counter is there once for
+ear for an abort: a thread (`copy_watch`) has both and lets it go. So each counter is there once for
 every reader. The streams come before others, for sums want room, too.
 
 One staging memory is enough: a rank writes into it only once every peer has taken all of the call
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from metainfer.comm import driver, layout
 from metainfer.comm.backends.calls import checked
+from metainfer.comm.backends.copy_watch import FAR, Missing, Watch
 from metainfer.comm.backends.cuda import BUDGET_S, module
 from metainfer.comm.backends.shm_cpu import ShmComm
 from metainfer.comm.backends.slabs import gather_bytes
@@ -48,8 +48,6 @@ ALL, TAKEN, ABORT = layout.WORLD, layout.WORLD + 1, layout.WORLD + 2
 taken everything, and its abort word."""
 WORDS = layout.WORLD + 3
 COUNTERS = 64 << 10
-LOOK_S, FAR = 0.02, 1 << 62
-"""How often a watch looks, and what it lets waits find."""
 LEAST_PIECE, MOST_PIECE = 2 << 20, 4 << 20
 """Bytes. Copy engines reach 84 GB/s of both directions in pieces of 1 MiB, 95 in pieces of 4; and
 every piece costs the host a dozen calls, which a message of 16 MiB waits for in smaller ones (H200,
@@ -140,6 +138,8 @@ class CopyRank:
         self._scratch = torch.empty(
             self.world * staging.part_bytes, dtype=torch.uint8, device=f"cuda:{device}"
         )
+        self._open = threading.Lock()  # held while the staging memory is looked at from a thread
+        self._closed = False
         self.piece_bytes = 0  # by size
         self._events: list[torch.cuda.Event] = []
         self._marked = 0
@@ -148,7 +148,7 @@ class CopyRank:
         for seen in self._seen:
             seen[TAKEN] = -1  # before the first call nothing is to be taken
         self._load(layout.TYPES["bfloat16"])
-        self._watch = _Watch(self) if self.by_streams else None
+        self._watch = Watch(self) if self.by_streams else None
 
     def _load(self, type_code: int) -> None:
         loaded = module(Variant(self.world, type_code), self.index)
@@ -360,7 +360,7 @@ class CopyRank:
         """Whether this rank is to give up."""
         return self.staging.here(self.staging.word(self.rank, ABORT, self.rank)).value != 0
 
-    def missing(self) -> list[tuple[int, int, int, int]]:
+    def missing(self) -> list[Missing]:
         """Counters behind what is expected of them by now: peer, which, expected, found."""
         return [
             (peer, which, expected, found)
@@ -369,7 +369,7 @@ class CopyRank:
             if expected > (found := self._counter(peer, which).value)
         ]
 
-    def let_go(self, code: Code, missing: list[tuple[int, int, int, int]], waited_ns: int) -> None:
+    def let_go(self, code: Code, missing: list[Missing], waited_ns: int) -> None:
         """End the waits for `missing`, and write down the first of them."""
         record = ErrorRecord.from_address(self._record.data_ptr())
         if record.code == Code.OK:
@@ -394,17 +394,24 @@ class CopyRank:
 
     def close(self) -> None:
         """Wait for the device and give the staging memory back."""
-        torch.cuda.synchronize(self.index)
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-        self._closing()
-        self._closing = lambda: None
+        try:
+            torch.cuda.synchronize(self.index)
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+                self._watch = None
+            with self._open:
+                self._closed = True
+            self._closing()
+            self._closing = lambda: None
 
     def abort(self, rank: int | None = None) -> None:
-        """Let the waits of `rank` end, this one's by default."""
+        """Let the waits of `rank` end, this one's by default. From any thread, also after `close`:
+        who watches peers keeps this rank's backends for good."""
         rank = self.rank if rank is None else rank
-        self.staging.here(self.staging.word(rank, ABORT, rank)).value = 1
+        with self._open:
+            if not self._closed:
+                self.staging.here(self.staging.word(rank, ABORT, rank)).value = 1
 
     def check(self) -> None:
         """Raise what a wait has written down.
@@ -423,30 +430,6 @@ class CopyRank:
             peer=peer,
             secondary=record.code == Code.ABORTED,
         )
-
-
-class _Watch:
-    """Lets a rank's streams go when it is told to give up, or when nothing that they wait for comes
-    within its budget. It goes on until `close`: a late peer may count over what it was let find."""
-
-    def __init__(self, rank: CopyRank) -> None:
-        self._rank, self._ended = rank, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="copy-watch", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        rank, since = self._rank, time.monotonic_ns()
-        before: list[tuple[int, int, int, int]] = []
-        while not self._ended.wait(LOOK_S):
-            missing, now, told = rank.missing(), time.monotonic_ns(), rank.told
-            if missing != before:
-                before, since = missing, now
-            if missing and (told or rank.failed or now - since > rank.budget_s * 1e9):
-                rank.let_go(Code.ABORTED if told else Code.TIMEOUT, missing, now - since)
-
-    def close(self) -> None:
-        self._ended.set()
-        self._thread.join()
 
 
 def open_copy(
