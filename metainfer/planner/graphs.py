@@ -27,7 +27,7 @@ SHORT_CHUNK = 256
 
 LAUNCH_S = 90e-6
 """Host seconds of an eager launch, with the Python in front of it (seed): 485 launches of twelve
-layers took 44 to 50 ms on the hosts of an H200, whatever the chunk."""
+layers took 25 to 50 ms on hosts of an H200, whatever the chunk; this is of the slower ones."""
 
 CHUNK_RUNS = 4
 """Most prompts in a captured chunk (seed)."""
