@@ -117,10 +117,10 @@ class CardRanks:
                     comm.check()
 
     def describe(self) -> dict[str, Any]:
-        """By group: plans with what lost, and the share of calls by path."""
+        """By group: plans with what lost, the share of calls by path, and why the interpreter
+        enqueues copies where it does."""
         return {
-            "-".join(map(str, members)): group.comm.describe()
-            for members, group in self._groups.items()
+            "-".join(map(str, members)): group.describe() for members, group in self._groups.items()
         }
 
     def abort(self, cause: str) -> None:
@@ -200,6 +200,12 @@ class _Group:
             capturing=torch.cuda.is_current_stream_capturing,
             side=turns,
         )
+
+    def describe(self) -> dict[str, object]:
+        copies, found = self.opened.get(HOST_COPY), self.comm.describe()
+        if isinstance(copies, CopyRank):
+            found["interpreted"] = [reason.message for reason in copies.enqueue.refused.reasons]
+        return found
 
     def abort(self, cause: str) -> None:
         for control in self._controls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 from metainfer.kernels.driver import CudaError, Function, Module, call, check, library, u64
 
@@ -40,12 +41,37 @@ def copy_up(target: int, source: int, size: int, stream: int) -> None:
     check(library(), "cuMemcpyHtoDAsync", status)
 
 
-def copy_across(target: int, source: int, size: int, stream: int) -> None:
-    """Device to the same device, on a stream."""
-    status = library().cuMemcpyDtoDAsync_v2(
-        u64(target), u64(source), ctypes.c_size_t(size), ctypes.c_void_p(stream)
-    )
-    check(library(), "cuMemcpyDtoDAsync", status)
+_P, _U = ctypes.c_uint64, ctypes.c_uint
+IN_STREAMS: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("cuEventRecord", (_P, _P)),
+    ("cuStreamWaitEvent", (_P, _P, _U)),
+    ("cuMemcpyDtoHAsync_v2", (_P, _P, ctypes.c_size_t, _P)),
+    ("cuMemcpyHtoDAsync_v2", (_P, _P, ctypes.c_size_t, _P)),
+    ("cuMemcpyDtoDAsync_v2", (_P, _P, ctypes.c_size_t, _P)),
+    ("cuStreamWriteValue64_v2", (_P, _P, _P, _U)),
+    ("cuStreamWaitValue64_v2", (_P, _P, _P, _U)),
+    ("cuLaunchKernel", (_P, _U, _U, _U, _U, _U, _U, _U, _P, _P, _P)),
+)
+"""What collectives put into streams, by name and types of arguments; handles and addresses are
+words. The order is that of `enqueue.Kind`."""
+EVENT_ONLY_ORDERS = 2
+"""``CU_EVENT_DISABLE_TIMING``."""
+
+
+def in_streams() -> list[Any]:
+    """The functions of `IN_STREAMS`; each returns a status."""
+    return [ctypes.CFUNCTYPE(ctypes.c_int, *types)((name, library())) for name, types in IN_STREAMS]
+
+
+def create_event() -> int:
+    """An event that orders streams and knows no time."""
+    event = ctypes.c_uint64()
+    call("cuEventCreate", ctypes.byref(event), EVENT_ONLY_ORDERS)
+    return event.value
+
+
+def destroy_event(event: int) -> None:
+    call("cuEventDestroy_v2", u64(event))
 
 
 def counts(device: int) -> bool:
@@ -54,25 +80,6 @@ def counts(device: int) -> bool:
     call("cuDeviceGet", ctypes.byref(handle), device)
     call("cuDeviceGetAttribute", ctypes.byref(found), STREAMS_COUNT, handle)
     return bool(found.value)
-
-
-def write_value(target: int, value: int, stream: int) -> None:
-    """A counter, in order on a stream and behind everything that it has written."""
-    status = library().cuStreamWriteValue64_v2(
-        ctypes.c_void_p(stream), u64(target), u64(value), ctypes.c_uint(0)
-    )
-    check(library(), "cuStreamWriteValue64", status)
-
-
-def await_value(source: int, value: int, stream: int) -> None:
-    """Let a stream wait until a counter has come to `value`."""
-    status = library().cuStreamWaitValue64_v2(
-        ctypes.c_void_p(stream),
-        u64(source),
-        u64(value),
-        ctypes.c_uint(0),  # 0: at least
-    )
-    check(library(), "cuStreamWaitValue64", status)
 
 
 def allocate(size: int) -> int:

@@ -80,6 +80,11 @@ class Function:
         self._launch = library().cuLaunchKernel
         self._shared = PLAIN_SHARED
 
+    @property
+    def handle(self) -> int:
+        """The driver's own name for it."""
+        return self._handle.value or 0
+
     def __call__(
         self, grid: int, block: int, stream: int, arguments: Sequence[Any], shared: int = 0
     ) -> None:

@@ -130,6 +130,8 @@ class Kernels:
     streams here.
     """
 
+    known: list[tuple[Kernels, str]] = []
+
     def __init__(self, built: Path, *, wait: bool = False) -> None:
         self._built, self._wait = built, wait
         self._copies: dict[str, Any] = {}
@@ -154,6 +156,9 @@ class Kernels:
             if self._wait:
                 Stream.known[stream].synchronize()
 
+        handle = len(self.known) + 1
+        self.known.append((self, name))
+        setattr(launch, "handle", handle)  # noqa: B010 - a function has no such field
         return launch
 
     def mi_kernel(self, grid: int, block: int, call: Call) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 import fake_cuda
 import pytest
 import torch
+from fake_driver import Driver
 from test_cuda_order import built as built
 from test_local import same
 
 from metainfer.comm import card_ranks
-from metainfer.comm.backends import calls, cuda, cuda_copy
+from metainfer.comm.backends import calls, copy_order, cuda, cuda_copy
 from metainfer.comm.card_ranks import CardRanks
 from metainfer.comm.driver import CudaError
 from metainfer.comm.errors import CommError
@@ -55,6 +56,7 @@ class Memory:
 @pytest.fixture
 def memory(built: Path, monkeypatch: pytest.MonkeyPatch) -> Memory:
     """A process's driver and device, made of this host."""
+    calling = Driver()
     device, kernels, found = fake_cuda.Torch(), fake_cuda.Kernels(built, wait=True), Memory()
     for module in (cuda, cuda_copy, card_ranks):
         monkeypatch.setattr(module, "torch", device)
@@ -67,11 +69,10 @@ def memory(built: Path, monkeypatch: pytest.MonkeyPatch) -> Memory:
         )
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     for name, step in {
-        "copy_down": fake_cuda.move,
         "copy_up": fake_cuda.move,
-        "copy_across": fake_cuda.move,
-        "write_value": fake_cuda.write,
-        "await_value": fake_cuda.wait,
+        "in_streams": calling.in_streams,
+        "create_event": calling.create_event,
+        "destroy_event": calling.destroy_event,
         "counts": lambda device: True,
         "register_host": lambda address, size: address,
         "unregister_host": lambda address: None,
@@ -215,20 +216,21 @@ def test_every_form_that_calls_may_take_is_proven(
     """Grids of long calls, sums in place, and many pieces, at the longest of what is tried; by size
     again afterwards."""
     seen, pieces = set(), set()
-    run, moved = fake_cuda.Kernels.mi_kernel, cuda_copy.CopyRank._moved
+    run = fake_cuda.Kernels.mi_kernel
 
     def kernel(self: Any, grid: int, block: int, call: Any) -> None:
         if call.in_len[0] == 70_001 and call.kind == Kind.SUM_ALL:
             seen.add((grid, call.lag, call.input == call.output))
         run(self, grid, block, call)
 
-    def cut(self: Any, request: Any, given: int, out: int) -> Any:
-        found = moved(self, request, given, out)
-        pieces.add((request.op, len(found.pieces) > 4, given == out))
-        return found
+    class Order(copy_order.Order):
+        def __init__(self, means: Any, request: Any, *, in_place: bool, piece_bytes: int) -> None:
+            count = len(copy_order.cut(request, means.rank, piece_bytes).pieces)
+            pieces.add((request.op, count > 4, in_place))
+            super().__init__(means, request, in_place=in_place, piece_bytes=piece_bytes)
 
     monkeypatch.setattr(fake_cuda.Kernels, "mi_kernel", kernel)
-    monkeypatch.setattr(cuda_copy.CopyRank, "_moved", cut)
+    monkeypatch.setattr(cuda_copy, "Order", Order)
     ranks = opened(no_peer(2))
     assert {(blocks, lag) for blocks, lag, _ in seen} >= {(b, lag) for _, b, lag in cuda.GRIDS}
     assert {True, False} == {in_place for *_, in_place in seen}

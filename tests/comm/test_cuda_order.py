@@ -10,22 +10,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import fake_cuda
 import hypothesis
 import pytest
 import torch
+from fake_driver import Driver
 from hypothesis import strategies as st
 from ranks import plan_of
 from test_kernels_on_host import FLAGS, SOURCE
 from test_local import ALGORITHMS, expected, inputs, same
 
-from metainfer.comm import layout
-from metainfer.comm.backends import calls, cuda, cuda_copy
-from metainfer.comm.backends.cuda_copy import CopyRank, Staging
+from metainfer.comm import layout, loader
+from metainfer.comm.backends import calls, copy_order, cuda, cuda_copy
+from metainfer.comm.backends.copy_order import Staging
+from metainfer.comm.backends.cuda_copy import CopyRank
+from metainfer.comm.driver import CudaError
 from metainfer.comm.errors import CommError
 from metainfer.comm.request import ELEMENT_BYTES, Op, Request
+from metainfer.core.verdict import reject
+from metainfer.kernels import native
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 
@@ -39,7 +44,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fake(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cuda.Torch]:
+def calling() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+def fake(
+    built: Path, calling: Driver, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[fake_cuda.Torch]:
     """`cuda` and `cuda_copy` on threads. Ranks with copies are closed before their memory goes."""
     device = fake_cuda.Torch()
     kernels = fake_cuda.Kernels(built)
@@ -52,10 +64,9 @@ def fake(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cuda.Tor
             lambda r, rank, given, out, device: calls.checked(r, rank, given, out),
         )
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    for name in ("copy_down", "copy_up", "copy_across"):
-        monkeypatch.setattr(cuda_copy.driver, name, fake_cuda.move)
-    monkeypatch.setattr(cuda_copy.driver, "write_value", fake_cuda.write)
-    monkeypatch.setattr(cuda_copy.driver, "await_value", fake_cuda.wait)
+    monkeypatch.setattr(cuda_copy.driver, "copy_up", fake_cuda.move)
+    for name in ("in_streams", "create_event", "destroy_event"):
+        monkeypatch.setattr(cuda_copy.driver, name, getattr(calling, name))
     yield device
     while OPENED:
         _, ranks = OPENED.pop()
@@ -110,6 +121,27 @@ def test_grids_are_by_size_and_in_host_memory_by_the_table(fake: fake_cuda.Torch
         assert grid == long.get(kib, (min(layout.BLOCKS, -(-kib // 16)), 1))
     sizes = [least for least, *_ in cuda.GRIDS]
     assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "early"), [((8, 9), False), ((9, 0), True), ((12, 0), True)]
+)
+def test_calls_come_early_where_a_device_has_the_instruction(
+    fake: fake_cuda.Torch,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    early: bool,
+) -> None:
+    monkeypatch.setattr(fake.cuda, "get_device_capability", lambda device: capability)
+    with cuda.CudaLocalGroup(2) as group:
+        request = Request(op=Op.ALL_REDUCE, count=64, dtype="bfloat16", world=2)
+        plan, given = plan_of(request, "one_shot"), torch.ones(64, dtype=torch.bfloat16)
+        for comm in group.ranks:
+            comm.warm(plan)  # alone: nothing follows it before the barrier of all ranks
+        kernels = cast(fake_cuda.Kernels, cuda.module(loader.Variant(2, 0), 0))
+        assert kernels.early == {("mi_clear", False), ("mi_kernel", False)}
+        on_all(fake, group.streams, lambda r: group.ranks[r].run(plan, given))
+        assert (("mi_kernel", True) in kernels.early) is early
 
 
 def test_a_rank_that_does_not_call_is_named_afterwards(fake: fake_cuda.Torch) -> None:
@@ -172,7 +204,7 @@ def test_copies_are_exact_in_any_piece_and_call_after_call(
 
 @hypothesis.given(st.integers(0, 5000), st.integers(1, 40), st.integers(0, 60))
 def test_pieces_grow_and_shrink_and_leave_nothing_out(count: int, least: int, more: int) -> None:
-    pieces = list(cuda_copy.ramp(count, least * 8, (least + more) * 8))
+    pieces = list(copy_order.ramp(count, least * 8, (least + more) * 8))
     assert pieces[0][0] == 0 and pieces[-1][1] == count
     assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
     sizes = [end - begin for begin, end in pieces]
@@ -238,7 +270,7 @@ def test_calls_in_a_row_do_not_mix(
 
 @pytest.mark.parametrize("op", COPIED)
 def test_staging_memory_is_written_once_everyone_has_taken_the_call_before(
-    fake: fake_cuda.Torch, monkeypatch: pytest.MonkeyPatch, op: Op, seed: int
+    fake: fake_cuda.Torch, calling: Driver, op: Op, seed: int
 ) -> None:
     """Rank 1 sends, and is held up before it takes: rank 0 is done with its first call, and may not
     go on to write the second."""
@@ -247,18 +279,17 @@ def test_staging_memory_is_written_once_everyone_has_taken_the_call_before(
     gate, second = threading.Event(), threading.Event()
     opened: list[bool] = []
 
-    def down(target: int, source: int, size: int, stream: int) -> None:
-        def note() -> None:
-            opened.append(gate.is_set())
-            if len(opened) == 2:
-                second.set()
+    def note() -> None:
+        opened.append(gate.is_set())
+        if len(opened) == 2:
+            second.set()
 
-        if stream == ranks[0].down.cuda_stream:
+    def noted(name: str, stream: int) -> None:
+        if stream == ranks[0]._streams["down"].cuda_stream:
             fake_cuda.Stream.known[stream].do(note)
-        fake_cuda.move(target, source, size, stream)
 
-    monkeypatch.setattr(cuda_copy.driver, "copy_down", down)
-    ranks[1].up.do(lambda: gate.wait(60))  # type: ignore[attr-defined]
+    calling.noted = noted
+    ranks[1]._streams["up"].do(lambda: gate.wait(60))
     request = Request(op=op, count=1000, dtype="bfloat16", world=2)
     given = [inputs(request, seed + turn) for turn in range(2)]
     out = [[poisoned(request, rank) for rank in range(2)] for _ in range(2)]
@@ -295,6 +326,36 @@ def test_copies_without_a_peer_end_in_words(fake: fake_cuda.Torch, by_streams: b
     assert caught.value.secondary and not any(given)
 
 
+@pytest.mark.parametrize("compiler", [True, False])
+def test_a_collective_that_the_driver_breaks_off_is_the_last_one(
+    fake: fake_cuda.Torch, calling: Driver, monkeypatch: pytest.MonkeyPatch, compiler: bool
+) -> None:
+    """Its counters have gone on and its peers have not heard: what comes later would mix calls."""
+    if not compiler:
+        none = reject("compiler", "no working C compiler")
+        monkeypatch.setattr(native, "try_load", lambda source: (None, none))
+    broken = CudaError("cuMemcpyDtoHAsync_v2, step 9 of 30, failed: no (1).")
+    monkeypatch.setattr(cuda_copy.driver, "library", lambda: None)
+    monkeypatch.setattr(cuda_copy.driver, "check", lambda found, name, status: raise_(broken))
+    ranks = copy_ranks(2, budget_s=0.1)
+    assert bool(ranks[0].enqueue.refused.reasons) is not compiler
+    plan = plan_of(Request(op=Op.ALL_REDUCE, count=64, dtype="bfloat16", world=2), "copy")
+    given, out = (torch.zeros(64, dtype=torch.bfloat16) for _ in range(2))
+    calling.failing = (8, 1)
+    with pytest.raises(CudaError, match="cuMemcpyDtoHAsync"):
+        ranks[0].run(plan, given, out)
+    calling.failing = None
+    asked = len(calling.asked)
+    for _ in range(2):
+        with pytest.raises(CommError, match=r"rank 0 broke off: cuMemcpyDtoHAsync.* failed: no"):
+            ranks[0].run(plan, given, out)
+    assert len(calling.asked) == asked
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
 def test_a_peer_that_comes_after_its_time_finds_the_group_broken(fake: fake_cuda.Torch) -> None:
     """It counts over what waits were let find: they are let go again, and the error stays."""
     ranks = copy_ranks(2, budget_s=60)
@@ -304,10 +365,9 @@ def test_a_peer_that_comes_after_its_time_finds_the_group_broken(fake: fake_cuda
         ranks[0].run(plan, given, out)
     ranks[0].budget_s = 0.1
     fake.cuda.synchronize()
-    ranks[1]._tell(cuda_copy.ALL, ranks[1].down)
-    ranks[1].down.synchronize()
+    ranks[0]._counter(1, copy_order.ALL).value = 1  # as a late rank 1 would
     limit = time.monotonic() + 60
-    while ranks[0]._counter(1, cuda_copy.ALL).value != cuda_copy.FAR:
+    while ranks[0]._counter(1, copy_order.ALL).value != cuda_copy.FAR:
         assert time.monotonic() < limit
         time.sleep(0.001)
     with pytest.raises(CommError, match="rank 1"):
@@ -319,7 +379,7 @@ def test_a_rank_that_is_closed_can_still_be_told_of_a_death(fake: fake_cuda.Torc
     gone: list[bool] = []
     ranks = copy_ranks(2)
     ranks[0]._closing = lambda: gone.append(True)
-    word = ranks[0].staging.word(0, cuda_copy.ABORT, 0)
+    word = ranks[0].staging.word(0, copy_order.ABORT, 0)
     ranks[0].close()
     ranks[0].abort()
     assert gone == [True] and ranks[0].staging.here(word).value == 0
