@@ -12,7 +12,8 @@ from comm_gpu_rank import bits, message, plan_of, values
 
 from metainfer.comm.backends.calls import Rows, Side
 from metainfer.comm.backends.cuda import CudaLocalGroup
-from metainfer.comm.backends.cuda_copy import CopyRank, Staging
+from metainfer.comm.backends.copy_order import Staging
+from metainfer.comm.backends.cuda_copy import CopyRank
 from metainfer.comm.errors import CommError
 from metainfer.comm.exact import canonical_add_rmsnorm, canonical_sum
 from metainfer.comm.request import Epilogue, Op, Request, shard

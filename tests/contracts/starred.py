@@ -83,6 +83,7 @@ STARRED = (
     "comm.agree",
     "comm.api",
     "comm.driver",
+    "comm.enqueue",
     "comm.errors",
     "comm.fabric.*",
     "comm.guard",
