@@ -11,8 +11,8 @@ import torch
 from comm_gpu_rank import bits, message, plan_of, values
 
 from metainfer.comm.backends.calls import Rows, Side
-from metainfer.comm.backends.cuda import CudaLocalGroup
 from metainfer.comm.backends.copy_order import Staging
+from metainfer.comm.backends.cuda import CudaLocalGroup
 from metainfer.comm.backends.cuda_copy import CopyRank
 from metainfer.comm.errors import CommError
 from metainfer.comm.exact import canonical_add_rmsnorm, canonical_sum
