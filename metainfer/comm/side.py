@@ -75,7 +75,15 @@ class Turns(AbstractContextManager[None]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """What an error left open still reads and writes memory that others are given next: they
+        come behind it."""
         self._taken = False
+        try:
+            self._side.run(lambda: None)
+        except Exception as broken:
+            if error is None:
+                raise
+            error.add_note(f"Nor could what it left open be waited for: {broken}")
 
     def fork(self, work: Callable[[], T]) -> Pending[T]:
         return (self._side if self._taken else IN_ORDER).fork(work)

@@ -39,11 +39,13 @@ def test_a_side_is_taken_while_lanes_take_turns_and_at_no_other_time() -> None:
     assert side.asked == []
     with turns:
         assert turns.fork(lambda: 3).wait() == 3 and turns.run(lambda: 4) == 4
-    assert side.asked == ["fork", "run"]
+        assert side.asked == ["fork", "run"]
+    side.asked.clear()
     with pytest.raises(ZeroDivisionError), turns:
         turns.run(lambda: 1 // 0)
+    side.asked.clear()
     turns.fork(lambda: 5)
-    assert side.asked == ["fork", "run", "run"]
+    assert side.asked == []
 
 
 class FakeStream:
@@ -59,22 +61,30 @@ class FakeStream:
         self.waits += 1
 
 
-def test_a_fork_that_an_error_left_behind_delays_one_call_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
+    """A card's current stream, of a card without any."""
     import torch
-
-    from metainfer.comm.card_side import CardSide
 
     class FakeEvent:
         def record(self, stream: Any) -> None:
             pass
 
-    current = FakeStream()
+    found = FakeStream()
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found)
+    return found
+
+
+def test_a_fork_that_an_error_left_behind_delays_one_call_and_no_more(
+    current: FakeStream,
+) -> None:
+    import torch
+
+    from metainfer.comm.card_side import CardSide
+
     side = CardSide(torch.device("cpu"))
 
     assert side.run(lambda: 1) == 1 and current.waits == 0
@@ -85,6 +95,44 @@ def test_a_fork_that_an_error_left_behind_delays_one_call_and_no_more(
     side.fork(lambda: 5)  # nobody waits: what stood between raised
     assert [side.run(lambda: 6), current.waits] == [6, 4]  # behind it
     assert [side.run(lambda: 7), current.waits] == [7, 4]  # and at once from then on
+
+
+def test_a_fork_that_an_error_left_behind_in_turns_is_waited_for_at_once(
+    current: FakeStream,
+) -> None:
+    """Whoever is given its memory next works on the current stream, and asks this side for
+    nothing."""
+    import torch
+
+    from metainfer.comm.card_side import CardSide
+
+    turns = Turns(CardSide(torch.device("cpu")))
+    with turns:
+        assert turns.fork(lambda: 1).wait() == 1 and current.waits == 1
+    assert current.waits == 1  # nothing was open
+    with pytest.raises(ZeroDivisionError), turns:
+        turns.fork(lambda: 2)
+        turns.run(lambda: 1 // 0)
+    assert current.waits == 2
+    assert turns.run(lambda: 3) == 3 and current.waits == 2
+
+
+class Broken:
+    """A side whose device is."""
+
+    def fork(self, work: Callable[[], Any]) -> Pending[Any]:
+        return Done(work())
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        raise OSError("no device")
+
+
+def test_the_error_that_ended_turns_is_the_first_one() -> None:
+    with pytest.raises(ZeroDivisionError) as caught, Turns(Broken()):
+        1 // 0
+    assert caught.value.__notes__ == ["Nor could what it left open be waited for: no device"]
+    with pytest.raises(OSError, match="no device"), Turns(Broken()):
+        pass
 
 
 @pytest.mark.gpu
