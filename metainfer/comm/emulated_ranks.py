@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from metainfer.comm.api import Communicator
 from metainfer.comm.backends.cuda import SLOT_BYTES, host_slot_bytes
@@ -12,11 +15,8 @@ from metainfer.comm.pieces import Slots
 from metainfer.comm.plan import AUTO, CommPlan
 from metainfer.comm.plan_offers import COPY, CUDA_BACKENDS, cuda_abilities, offers
 from metainfer.comm.request import Op, Precision
-from metainfer.comm.side import Turns
+from metainfer.comm.side import Done, Pending, Turns
 from metainfer.comm.topology import Topology
-
-if TYPE_CHECKING:
-    import torch
 
 
 def _slots(world: int) -> dict[str, Slots]:
@@ -57,7 +57,9 @@ class EmulatedRanks:
             if members not in self._comms:
                 group = tree.group(len(members), place.layout.ranks)
                 self._comms[members] = _communicator(wait, group, method, experts)
-            found[role] = Linked(
+            found[role] = StandIn(
+                experts,
+                device,
                 0,
                 len(members),
                 self._comms[members],
@@ -78,6 +80,26 @@ class EmulatedRanks:
             for path, count in comm.calls.items():
                 calls[path] = calls.get(path, 0) + count
         return {path: count / sum(calls.values()) for path, count in sorted(calls.items())}
+
+
+class StandIn(Linked):
+    """As `Linked`, alone. Routes of peers are this rank's own, with numbers of experts ``p / N`` of
+    all of them further on for peer p, so that its own experts get just the mean load."""
+
+    def __init__(self, experts: int, device: torch.device, *group: Any, **options: Any) -> None:
+        super().__init__(*group, **options)
+        self._experts = experts
+        peers = torch.arange(self.size, dtype=torch.int32, device=device)
+        self._ahead = (peers * experts // self.size).view(-1, 1, 1)
+
+    def start_rows(self, x: Tensor, numbers: int = 0) -> Pending[Tensor]:
+        if not numbers:
+            return super().start_rows(x)
+        sent = super().start_rows(x.contiguous().view(torch.uint8))  # bytes come as they are
+        found = sent.wait().view(x.dtype)
+        ids = found.view(self.size, *x.shape)[..., -numbers:]
+        ids.add_(self._ahead).remainder_(self._experts)
+        return Done(found)
 
 
 def traffic(plan: CommPlan) -> tuple[int, int]:
@@ -114,6 +136,4 @@ def _communicator(wait: Wait, tree: Topology, method: str, experts: int) -> Comm
 
 
 def _capturing() -> bool:
-    import torch
-
     return torch.cuda.is_current_stream_capturing()

@@ -53,7 +53,10 @@ class Peers(Protocol):
 
     def start_sum_rows(self, x: Tensor) -> Pending[Tensor]: ...
 
-    def start_rows(self, x: Tensor) -> Pending[Tensor]: ...
+    def start_rows(self, x: Tensor, numbers: int = 0) -> Pending[Tensor]:
+        """The last `numbers` columns [T, n] int32 are those of experts, which a stand-in for peers
+        has to know; who has peers need not."""
+        ...
 
 
 class Alone:
@@ -82,7 +85,7 @@ class Alone:
     def start_sum_rows(self, x: Tensor) -> Pending[Tensor]:
         return Done(x)
 
-    def start_rows(self, x: Tensor) -> Pending[Tensor]:
+    def start_rows(self, x: Tensor, numbers: int = 0) -> Pending[Tensor]:
         return Done(x)
 
 
@@ -122,7 +125,7 @@ class Linked:
     def rows(self, x: Tensor) -> Tensor:
         return self._side.run(self._rows(x))
 
-    def start_rows(self, x: Tensor) -> Pending[Tensor]:
+    def start_rows(self, x: Tensor, numbers: int = 0) -> Pending[Tensor]:
         return self._side.fork(self._rows(x))
 
     def columns(self, x: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ after the other:
 * tensor ranks: all-reduce of b D twice, once when experts are cut over more ranks than the domain;
   in a step also of the embedding's rows, and the logits of all rows that need them are gathered;
 * expert ranks beyond the domain: the rows of all domains are gathered (many of them rounded first,
-  where the experts' kernels take them so), as are the experts' numbers and weights, and what came
-  of them is summed row by row where each domain is one rank, over all of these ranks where it is
-  not; then the shared expert's sum of a domain is one more;
+  where the experts' kernels take them so), as are the experts' numbers and weights, a message of
+  their own where rows are many, and what came of them is summed row by row where each domain is one
+  rank, over all of these ranks where it is not; then the shared expert's sum of a domain is one
+  more;
 * ranks that share the rows of a chunk: the entries that it adds are gathered, with the windows and
   states at the parts' edges; what of the cache before it a rank lacks is gathered too, or lent by
   its keepers in broadcasts (`RankWork.fetches`);
@@ -22,16 +23,19 @@ from dataclasses import dataclass
 
 from metainfer.comm import model as links
 from metainfer.comm.topology import Topology
+from metainfer.models.arch import TOGETHER
 from metainfer.planner.dispatch import LEAST
 from metainfer.planner.layouts import Fetch
 from metainfer.planner.work import RankWork
 
 CHOSEN_BYTES = 4096
 """A rank's chosen positions with their scores, a token and layer: 512 of 8 bytes."""
-ROUNDED_BYTES = 1 + 4 / 128
-"""Of a channel in e4m3, with a float32 scale of 128 of them."""
-ROUTE_BYTES = 4
-"""Of an expert's number for a token, and of its weight: a message each."""
+ROUNDED_BYTES = 1
+"""Of a channel in e4m3."""
+SCALE_BYTES = 4 / 128
+"""Of a channel: a float32 scale of 128 of them, which travels with the routes."""
+ROUTE_BYTES = 8
+"""Of an expert's number for a token with its weight."""
 LOGIT_BYTES = 4
 """Of a logit in float32."""
 LOG_PART = 1 / 256
@@ -92,13 +96,18 @@ class Exchange:
         work, tensor, expert = self._work, self._work.layout.tensor, self._work.layout.expert
         if expert <= tensor:
             return 0.0
-        every = expert // tensor * self._row(sent)
+        domains = expert // tensor
+        every = domains * self._row(sent)
         met = every
-        if work.rounded and sent.tokens >= LEAST:
+        routed: float = domains * sent.tokens * work.costs.experts_per_token * ROUTE_BYTES
+        rounds = work.rounded and sent.tokens >= LEAST
+        if rounds:
             met *= ROUNDED_BYTES / work.width
-        routed = expert // tensor * sent.tokens * work.costs.experts_per_token * ROUTE_BYTES
-        each = self._direct(sent, expert // tensor, met)
-        each += 2 * self._direct(sent, expert // tensor, routed)
+            routed += every * SCALE_BYTES / work.width
+        if rounds or sent.tokens > TOGETHER:
+            each = self._direct(sent, domains, met) + self._direct(sent, domains, routed)
+        else:
+            each = self._direct(sent, domains, met + routed)
         if tensor > 1:
             each += self._reduced(sent, expert, every)
             each += self._reduced(sent, tensor, self._row(sent))

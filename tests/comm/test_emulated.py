@@ -139,6 +139,22 @@ def test_this_rank_s_experts_get_just_the_mean_load(
             assert len(set(row)) == top
 
 
+@given(world=st.sampled_from([2, 4]), tokens=st.integers(0, 4), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_only_numbers_of_a_message_move_on(world: int, tokens: int, seed: int) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    alone, _ = ranks_of(no_peer(world), LayoutPlan(name="ep", data=world, expert=world))
+    beside = torch.randn(tokens, 5, generator=drawn).view(torch.int32)
+    ids = torch.stack([torch.randperm(8, generator=drawn)[:3] for _ in range(tokens)] or
+                      [torch.zeros(0, dtype=torch.int64)]).view(tokens, 3).int()  # fmt: skip
+    message = torch.cat((beside, ids), dim=1)
+    found = alone.ranks.domains.start_rows(message, numbers=3).wait()
+    assert torch.equal(found[:, :5], beside.repeat(world, 1))
+    assert torch.equal(found[:tokens], message)
+    moved = [(ids + peer * 8 // world) % 8 for peer in range(world)]
+    assert torch.equal(found[:, 5:], torch.cat(moved))
+
+
 def test_bytes_are_this_rank_s_own() -> None:
     """Rows that were rounded: no number of theirs becomes NaN."""
     x = torch.arange(256, dtype=torch.uint8).view(2, 128)

@@ -60,9 +60,9 @@ def test_a_rank_holds_its_part_and_waits_in_every_collective() -> None:
         assert len(answer(engine, 2)) == 2
         stats = engine.stats()
         calls = stats.emulated_calls - before.calls
-        # Of each step: words, logits, and per layer attention, shared experts, and four at experts.
+        # Of each step: words, logits, and per layer attention, shared experts, and two at experts.
         layers = engine.resolved.arch.layers
-        assert calls == (stats.steps - steps) * (2 + 6 * layers)
+        assert calls == (stats.steps - steps) * (2 + 4 * layers)
         assert stats.emulated_wait_s * 1e6 > before.us
         assert sum(engine.emulated_paths.values()) == pytest.approx(1.0)
         assert all(path.startswith("host:") for path in engine.emulated_paths)

@@ -4,6 +4,7 @@ bit. Two domains that have the same rows are stood in for by one peer that doubl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from metainfer.comm.peers import Alone, Ranks
 from metainfer.comm.side import Done, Pending
 from metainfer.formats.block_codecs import encode
 from metainfer.formats.blocks import FORMATS
+from metainfer.models.arch import TOGETHER
 from metainfer.models.common.lanes import alone
 from metainfer.models.common.meeting import send_rounded, send_rows
 from metainfer.models.deepseek_v4.model import DeepSeekV4Model
@@ -33,13 +35,15 @@ EXPERTS, D, F = 8, 192, 64
 @dataclass
 class Twice(Alone):
     """One of two domains; the other has the same rows and adds nothing to sums. `sent`: types and
-    bytes of a row of each message."""
+    bytes of a row of each message; `numbers`: of the last, columns that are experts'."""
 
     rank: int = 0
     size: int = 2
     sent: list[tuple[torch.dtype, int]] = field(default_factory=list)
+    numbers: int = 0
 
-    def start_rows(self, x: Tensor) -> Pending[Tensor]:
+    def start_rows(self, x: Tensor, numbers: int = 0) -> Pending[Tensor]:
+        self.numbers = numbers
         self.sent.append((x.dtype, x[0].nbytes if len(x) else 0))
         return Done(torch.cat((x, x)))
 
@@ -84,8 +88,8 @@ def test_rows_are_rounded_from_so_many_on_and_no_bit_differs(name: str, seed: in
         )  # fmt: skip
         found[least] = alone(model._over_domains(x, ids, weights, layer, ops))
         sent[least] = peer.sent
-    as_they_are = [(torch.float32, 4 * D), (torch.int32, 8), (torch.float32, 8)]
-    rounded = [(torch.uint8, D), (torch.int32, 8), (torch.float32, 8 + 4 * -(-D // 128))]
+    as_they_are = [(torch.int32, 4 * D + 16)]
+    rounded = [(torch.uint8, D), (torch.int32, 16 + 4 * -(-D // 128))]
     assert sent == {least: rounded if least in (7, 1) else as_they_are for least in found}
     assert all(torch.equal(each, found[0]) for each in found.values())
     assert found[0].abs().sum() > 0
@@ -93,18 +97,29 @@ def test_rows_are_rounded_from_so_many_on_and_no_bit_differs(name: str, seed: in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_arrives_is_what_every_domain_sent(dtype: torch.dtype, seed: int) -> None:
-    """Scales travel with the weights, in their type, and come back as they were; no rows too."""
+    """Routes are one message of bits, with scales or few rows; all come back as they were, NaN and
+    -0.0 too, and of no rows nothing."""
     drawn = torch.Generator().manual_seed(seed)
-    for rows in (0, 5):
+    for rows in (0, 5, TOGETHER, TOGETHER + 1):
         x = torch.randn(rows, 300, generator=drawn).to(dtype) * 1e3
         ids = torch.randint(-1, 9, (rows, 3), generator=drawn).int()
         weights = torch.rand(rows, 3, generator=drawn).to(dtype)
-        own = rounded_rows(x, 128)
-        came, numbers, shares = send_rounded(Twice(), own, ids, weights)()
+        own, peer = rounded_rows(x, 128), Twice()
+        weights[:1] = torch.tensor([-0.0, math.nan, math.inf])
+        came, numbers, shares = send_rounded(peer, own, ids, weights)()
         assert isinstance(came, Rounded) and came.scales.is_contiguous()
         assert torch.equal(came.read(), torch.cat((own.read(), own.read())))
         assert torch.equal(numbers, torch.cat((ids, ids)))
-        assert torch.equal(shares, torch.cat((weights, weights))) and shares.dtype == dtype
-        plain = send_rows(Twice(), x, ids, weights)()
+        assert_same_bits(shares, torch.cat((weights, weights)))
+        assert len(peer.sent) == 2 and peer.numbers == 3
+        peer = Twice()
+        plain = send_rows(peer, x, ids, weights)()
+        assert len(peer.sent) == (1 if rows <= TOGETHER else 2)
         for mine, sent in zip(plain, (x, ids, weights), strict=True):
-            assert isinstance(mine, Tensor) and torch.equal(mine, torch.cat((sent, sent)))
+            assert isinstance(mine, Tensor) and mine.is_contiguous()
+            assert_same_bits(mine, torch.cat((sent, sent)))
+
+
+def assert_same_bits(found: Tensor, sent: Tensor) -> None:
+    assert (found.dtype, found.shape) == (sent.dtype, sent.shape)
+    assert torch.equal(found.view(torch.uint8), sent.view(torch.uint8))

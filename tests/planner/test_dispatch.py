@@ -10,7 +10,7 @@ from test_lanes import said
 from test_spread_contexts import cost, planned
 
 from metainfer.comm.model import copied_gather, copied_scatter, direct
-from metainfer.comm.topology import from_facts, no_peer
+from metainfer.comm.topology import Topology, from_facts, no_peer
 from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
@@ -49,33 +49,33 @@ def test_experts_that_round_first_are_sent_rounded_rows() -> None:
 
 
 def test_rows_are_priced_as_they_are_sent() -> None:
-    """Four layers of 4,096 rows a domain there and back, long ones by copy engines; few rows as
-    they are."""
+    """Four layers of 4,096 rows a domain there and back, long ones by copy engines, and beside them
+    a message of numbers, weights and scales; few rows are one message, as they are."""
     found = planned(V4, NO_PEERS, context=8192, parallel="ep2")
     tree = from_facts(describe(NO_PEERS).facts).group(2, 2)
     priced = cost("ep2", found)
     many = 2 * 4096 * 4096
 
-    def beside(rows: int) -> float:
-        """Two messages more: experts' numbers and weights."""
-        return 2 * direct(tree, 2 * rows * 6 * 4, through_host=True)
+    def beside(ranks: int, scales: int, tree: Topology = tree) -> float:
+        size = ranks * 4096 * (6 * 8 + scales * 4)
+        return min(direct(tree, size, through_host=True), copied_gather(tree, size))
 
-    there, back = copied_gather(tree, many + many // 32), copied_scatter(tree, 2 * many)
-    assert priced.prefill(4096, 4096).sent * 1e6 == pytest.approx(4 * (there + back + beside(4096)))
-    few = 2 * 2 * 4096 * 2
+    there, back = copied_gather(tree, many), copied_scatter(tree, 2 * many)
+    sent = priced.prefill(4096, 4096).sent * 1e6
+    assert sent == pytest.approx(4 * (there + back + beside(2, 32)))
+    few, routes = 2 * 2 * 4096 * 2, 2 * 2 * 6 * 8
     assert priced.prefill(2, 2).sent * 1e6 == pytest.approx(
-        4 * (2 * direct(tree, few, through_host=True) + beside(2))
+        4 * sum(direct(tree, size, through_host=True) for size in (few + routes, few))
     )
     as_they_are = StepCost(replace(priced.work, rounded=False), tree)
     assert as_they_are.prefill(4096, 4096).sent * 1e6 == pytest.approx(
-        4 * (copied_gather(tree, 2 * many) + back + beside(4096))
+        4 * (copied_gather(tree, 2 * many) + back + beside(2, 0))
     )
     four = replace(no_peer(4), duplex_bytes_s=20e9, kernel_bytes_s=9e9)  # each way has its price
     work = replace(priced.work, layout=LayoutPlan(name="ep4", data=4, expert=4))
-    there, back = copied_gather(four, 2 * many + many // 16), copied_scatter(four, 4 * many)
-    small = 2 * direct(four, 4 * 4096 * 6 * 4, through_host=True)
+    there, back = copied_gather(four, 2 * many), copied_scatter(four, 4 * many)
     sent = StepCost(work, four).prefill(4096, 4096).sent * 1e6
-    assert sent == pytest.approx(4 * (there + back + small))
+    assert sent == pytest.approx(4 * (there + back + beside(4, 32, four)))
 
 
 def test_kernels_that_take_rows_as_they_are_say_so_by_phase() -> None:

@@ -54,14 +54,20 @@ def test_a_step_that_is_replayed_has_no_copies() -> None:
     assert slower > 0 and apart == pytest.approx(sums * slower)
 
 
-def test_rows_to_shared_experts_come_with_two_small_messages() -> None:
-    """Numbers and weights of a token's experts; 24 bytes each cost what a message costs."""
+def test_rows_to_shared_experts_come_with_their_routes() -> None:
+    """Number and weight of a token's experts: with few rows, else in a message with the scales."""
     cost, tree = cost_of(V4, "ep2")
-    seconds = Exchange(cost.work, tree).seconds(Sent(1, 1))
-    rows, routes = 2 * 4096 * 2, 2 * 6 * 4
-    sizes = (rows, rows, routes, routes)
-    each = sum(links.direct(tree, size, through_host=True) for size in sizes)
-    assert seconds * 1e6 == pytest.approx(cost.work.layers * each)
+    assert cost.work.rounded
+
+    def seconds(tokens: int) -> float:
+        return Exchange(cost.work, tree).seconds(Sent(tokens, 1)) * 1e6 / cost.work.layers
+
+    def sent(*sizes: int) -> float:
+        return sum(links.direct(tree, size, through_host=True) for size in sizes)
+
+    row, routes, scales = 2 * 4096, 2 * 6 * 8, 2 * 32 * 4
+    assert seconds(1) == pytest.approx(sent(2 * row + routes, 2 * row))
+    assert seconds(64) == pytest.approx(sent(64 * row, 64 * (routes + scales), 128 * row))
 
 
 # -- recorded runs ---------------------------------------------------------------------------------

@@ -169,11 +169,11 @@ def test_a_chunk_over_eight_ranks_by_hand() -> None:
     assert not tree.peer
     entries, rows = int((4096 * each + 8 * edges) / layers), 8 * 512 * 4096 * 2
     gather = layers * min(direct(tree, entries, through_host=True), copied_gather(tree, entries))
-    sent = rows // 2 + rows // 64  # rounded, with a scale of four bytes for 128 channels
-    there, back = copied_gather(tree, sent), copied_scatter(tree, rows)
+    there, back = copied_gather(tree, rows // 2), copied_scatter(tree, rows)  # rounded; their sums
     assert max(there, back) < direct(tree, rows, through_host=True)  # long: by copy engines
-    told = 8 * 512 * work.costs.experts_per_token * 4  # numbers of experts, and their weights
-    small = 2 * min(direct(tree, told, through_host=True), copied_gather(tree, told))
+    # Numbers of experts with their weights, and a scale of four bytes for 128 channels.
+    told = 8 * 512 * (work.costs.experts_per_token * 8 + 32 * 4)
+    small = min(direct(tree, told, through_host=True), copied_gather(tree, told))
     assert part.sent * 1e6 == pytest.approx(gather + 8 * (there + small + back), rel=1e-6)
 
 
