@@ -152,6 +152,7 @@ MI_FN mi_u64 mi_sum_gather(const MiCall *call, mi_u64 calls, mi_u32 half) {
     mi_announce(call, calls, 1);
     const mi_u64 code = mi_hear(call, calls, 1);
     if (code != MI_OK) return code;
+    mi_grid_trigger();
     mi_take(call, half, call->second);
     if (!mi_hidden(call)) return MI_OK;
     for (mi_u32 p = 0; p < mi_world(call); p++) {
@@ -162,8 +163,12 @@ MI_FN mi_u64 mi_sum_gather(const MiCall *call, mi_u64 calls, mi_u32 half) {
     return MI_OK;
 }
 
-/* The whole of one call for one block. A sum may be in place: a block pushes its stripe before it sums it. */
+/* The whole of one call for one block. A sum may be in place: a block pushes its stripe before it sums it.
+ * The launch that follows may take room beside this one once all peers have been heard for the last time,
+ * not before: a block that waits for a peer must not be what keeps that peer's block, of this stream or
+ * another, from a place on its card. */
 MI_FN mi_u64 mi_collective(const MiCall *call) {
+    mi_grid_wait();
     const mi_u64 calls = mi_enter(call);
     const mi_u32 half = (mi_u32)(calls & 1);
     mi_take_turn(call, calls);
@@ -173,6 +178,7 @@ MI_FN mi_u64 mi_collective(const MiCall *call) {
     mi_arrive(call, calls);
     const mi_u64 code = mi_hear(call, calls, 0);
     if (code != MI_OK) return code;
+    if (call->kind != MI_SUM_GATHER) mi_grid_trigger();
     if (call->side && MI_BID == 0) mi_sum_side(call, half);
     if (call->kind == MI_SUM_ALL) {
         mi_sum_all(call, half);

@@ -5,9 +5,18 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from metainfer.kernels.driver import CudaError, Function, Module, call, check, library, u64
+from metainfer.kernels.driver import (
+    EARLY_FROM,
+    CudaError,
+    Function,
+    Module,
+    call,
+    check,
+    library,
+    u64,
+)
 
-__all__ = ["CudaError", "Function", "Module", "call", "check", "library", "u64"]
+__all__ = ["EARLY_FROM", "CudaError", "Function", "Module", "call", "check", "library", "u64"]
 
 HOST_PORTABLE, HOST_MAPPED = 1, 2
 IPC_LAZY_PEER = 1

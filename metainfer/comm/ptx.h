@@ -20,6 +20,20 @@ MI_FN void mi_relax(mi_u32 tries) {
     if (tries > 64) __nanosleep(tries > 1024 ? 500 : 20);
 }
 
+/* A launch may begin while the kernel it follows still runs, from sm_90 on. Wait for the end of that one,
+ * and of all before it: nothing they wrote may be read, and nothing written, before this. */
+MI_FN void mi_grid_wait(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+/* The launch that follows may begin once every block has come here. */
+MI_FN void mi_grid_trigger(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 /* Sixteen bytes. Loads are relaxed at system scope: a peer may have written them. */
 typedef struct {
     mi_u32 w[4];

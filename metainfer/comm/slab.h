@@ -106,6 +106,8 @@ MI_FN mi_u64 mi_now(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (mi_u64)t.tv_sec * 1000000000ull + (mi_u64)t.tv_nsec;
 }
+MI_FN void mi_grid_wait(void) {} /* calls of a thread follow each other */
+MI_FN void mi_grid_trigger(void) {}
 /* Give the core away soon: there may be fewer cores than ranks. */
 MI_FN void mi_relax(mi_u32 tries) {
     if (tries < 32) return;

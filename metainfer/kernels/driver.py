@@ -72,12 +72,37 @@ class Module:
         return self._functions[name]
 
 
+class _Attribute(ctypes.Structure):
+    """``CUlaunchAttribute``."""
+
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint64 * 8))
+
+
+class _Launch(ctypes.Structure):
+    """``CUlaunchConfig``: grid, block, dynamic shared bytes, stream, attributes."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+EARLY_FROM = (9, 0)
+"""Compute capability from which a launch may come early: ``griddepcontrol`` is there."""
+_EARLY = _Attribute(6, (1,))  # PROGRAMMATIC_STREAM_SERIALIZATION, allowed
+
+
 class Function:
     """A kernel. Arguments are ctypes values that stay alive until the launch returns."""
 
     def __init__(self, handle: ctypes.c_void_p) -> None:
         self._handle = handle
         self._launch = library().cuLaunchKernel
+        self._launch_early = library().cuLaunchKernelEx
         self._shared = PLAIN_SHARED
 
     @property
@@ -86,15 +111,27 @@ class Function:
         return self._handle.value or 0
 
     def __call__(
-        self, grid: int, block: int, stream: int, arguments: Sequence[Any], shared: int = 0
+        self,
+        grid: int,
+        block: int,
+        stream: int,
+        arguments: Sequence[Any],
+        shared: int = 0,
+        early: bool = False,
     ) -> None:
-        """`shared`: bytes of dynamic shared memory of a block."""
+        """`shared`: bytes of dynamic shared memory of a block. `early`: the kernel waits itself for
+        those before it in the stream, so it may take its place on the device while the last of them
+        still runs, if that one lets it (devices of `EARLY_FROM` on)."""
         if shared > self._shared:
             call("cuFuncSetAttribute", self._handle, MAX_DYNAMIC_SHARED, shared)
             self._shared = shared
         given = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
-        status = self._launch(
-            self._handle, grid, 1, 1, block, 1, 1, shared, ctypes.c_void_p(stream), given, None
-        )
+        if early:
+            launch = _Launch((grid, 1, 1), (block, 1, 1), shared, stream, ctypes.pointer(_EARLY), 1)
+            status = self._launch_early(ctypes.byref(launch), self._handle, given, None)
+        else:
+            status = self._launch(
+                self._handle, grid, 1, 1, block, 1, 1, shared, ctypes.c_void_p(stream), given, None
+            )
         if status:
             check(library(), "cuLaunchKernel", status)

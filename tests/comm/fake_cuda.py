@@ -135,6 +135,7 @@ class Kernels:
     def __init__(self, built: Path, *, wait: bool = False) -> None:
         self._built, self._wait = built, wait
         self._copies: dict[str, Any] = {}
+        self.early: set[tuple[str, bool]] = set()  # kernels by name, whether they came early
         self._lock = threading.Lock()
 
     def library(self, name: str) -> Any:
@@ -146,8 +147,11 @@ class Kernels:
                 self._copies[name] = (ctypes.CDLL(str(own)).run_block, threading.Lock())
             return self._copies[name]
 
-    def function(self, name: str) -> Callable[[int, int, int, Sequence[Any]], None]:
-        def launch(grid: int, block: int, stream: int, arguments: Sequence[Any]) -> None:
+    def function(self, name: str) -> Callable[..., None]:
+        def launch(
+            grid: int, block: int, stream: int, arguments: Sequence[Any], early: bool = False
+        ) -> None:
+            self.early.add((name, early))
             values = [
                 Call.from_buffer_copy(each) if isinstance(each, Call) else each.value
                 for each in arguments

@@ -94,6 +94,24 @@ static inline unsigned short float_to_half(float x) {
     return convert<unsigned short>(&y);
 }
 static inline void sync_group(u32 group) { pthread_barrier_wait(&group_barrier[group]); }
+// What a test does when the first thread of a block waits for the launch before, or lets the next go.
+typedef void (*Hook)();
+static Hook hooks[2];
+static int hooked[2];
+static void once(int which) {
+    int none = 0;
+    if (!hooks[which]) return;
+    if (__atomic_compare_exchange_n(&hooked[which], &none, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        hooks[which]();
+        __atomic_store_n(&hooked[which], 2, __ATOMIC_SEQ_CST);
+    }
+    while (__atomic_load_n(&hooked[which], __ATOMIC_SEQ_CST) != 2) sched_yield();
+}
+static inline void mi_grid_wait() { once(0); }
+static inline void mi_grid_trigger() { once(1); }
+extern "C" __attribute__((visibility("default"))) void set_hooks(Hook wait, Hook trigger) {
+    hooks[0] = wait, hooks[1] = trigger;
+}
 static inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 #include "../../metainfer/comm/kernels.cu"
@@ -124,6 +142,7 @@ extern "C" __attribute__((visibility("default"))) int run_block(const MiCall *ca
     static Task tasks[512];
     blockDim.x = threads;
     misaligned = 0;
+    hooked[0] = hooked[1] = 0;
     pthread_barrier_init(&block_barrier, 0, threads);
     for (unsigned g = 0; g < threads / 256; g++) pthread_barrier_init(&group_barrier[g], 0, 256);
     for (unsigned w = 0; w < threads / 32; w++) pthread_barrier_init(&warp_barrier[w], 0, 32);
@@ -132,37 +151,5 @@ extern "C" __attribute__((visibility("default"))) int run_block(const MiCall *ca
         pthread_create(&ids[i], 0, one, &tasks[i]);
     }
     for (unsigned i = 0; i < threads; i++) pthread_join(ids[i], 0);
-    return misaligned;
-}
-
-struct AloneTask {
-    const MiAlone *call;
-    unsigned index;
-};
-static void *one_alone(void *argument) {
-    const AloneTask *task = (const AloneTask *)argument;
-    threadIdx.x = task->index;
-    mi_alone(*task->call);
-    return 0;
-}
-
-// A mark, then `mi_alone` with `grid` blocks, one after another.
-extern "C" __attribute__((visibility("default"))) int run_alone(const MiAlone *call, unsigned threads,
-                                                                unsigned grid) {
-    static pthread_t ids[512];
-    static AloneTask tasks[512];
-    gridDim.x = grid;
-    blockDim.x = threads;
-    misaligned = 0;
-    mi_mark((u64 *)call->mark);
-    pthread_barrier_init(&block_barrier, 0, threads);
-    for (unsigned block = 0; block < grid; block++) {
-        blockIdx.x = block;
-        for (unsigned i = 0; i < threads; i++) {
-            tasks[i] = {call, i};
-            pthread_create(&ids[i], 0, one_alone, &tasks[i]);
-        }
-        for (unsigned i = 0; i < threads; i++) pthread_join(ids[i], 0);
-    }
     return misaligned;
 }

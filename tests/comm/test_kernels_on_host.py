@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from ranks import plan_of, together
-from test_local import ALGORITHMS, check, inputs, same
+from test_local import ALGORITHMS, check, expected, inputs, same
 
 from metainfer.comm import layout
 from metainfer.comm.backends.calls import Rows, Side
@@ -37,6 +38,7 @@ FLAGS = (
     "-ffp-contract=off",
     "-fno-gnu-unique",
 )  # a static of a template is a rank's own, too
+HOOK = ctypes.CFUNCTYPE(None)
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 
 
@@ -64,14 +66,63 @@ class OneBlock:
         return int(ErrorRecord.from_address(error).code)
 
 
+class EarlyBlock(OneBlock):
+    """As if launched while the kernel before it still runs: until the block waits for that one, the
+    input is not there (`given`) and the call counter is an old one. `last`: for each block that let
+    the next launch go, whether it had heard of every peer for the last time."""
+
+    def __init__(self, library: Path, plain: Any, threads: int) -> None:
+        super().__init__(library, plain, threads)
+        self.hooks = ctypes.CDLL(str(library)).set_hooks
+        self.given = torch.empty(0)
+        self.last: list[bool] = []
+
+    def mi_run(self, call: Any, block: int, grid: int) -> int:
+        made = ctypes.cast(call, ctypes.POINTER(Call)).contents
+        counter = ctypes.c_uint64.from_address(made.state)
+        calls, kept = counter.value, self.given.clone()
+        counter.value = calls - 1
+        self.given.view(torch.uint8).fill_(255)
+
+        def wait() -> None:
+            counter.value = calls
+            self.given.copy_(kept)
+
+        def trigger() -> None:
+            phase = int(made.kind == layout.Kind.SUM_GATHER)
+            first = made.slab[made.rank] + layout.HEADER
+            row = first + (phase * layout.BLOCKS + block) * layout.WORLD * layout.FLAG_STEP
+            seen = [
+                ctypes.c_uint64.from_address(row + peer * layout.FLAG_STEP).value % (1 << 40)
+                for peer in range(made.world)
+                if peer != made.rank
+            ]
+            self.last.append(all(each in (calls + 1, calls + 2) for each in seen))
+
+        held = HOOK(wait), HOOK(trigger)
+        self.hooks(*held)
+        try:
+            return super().mi_run(call, block, grid)
+        finally:
+            self.hooks(HOOK(), HOOK())
+
+
 class KernelGroup(LocalGroup):
+    """Ranks whose calls run as `block` runs them."""
+
+    block: type[OneBlock] = OneBlock
+
     def __init__(self, built: Path, world: int, threads: int = 32, **options: Any) -> None:
         super().__init__(world, **options)
         for comm in self.ranks:
             own = built.with_name(f"{built.stem}-{comm.rank}.so")
             if not own.exists():
                 shutil.copy(built, own)
-            comm._library = OneBlock(own, comm._library, threads)  # type: ignore[assignment]
+            comm._library = self.block(own, comm._library, threads)  # type: ignore[assignment]
+
+
+class EarlyGroup(KernelGroup):
+    block = EarlyBlock
 
 
 def worlds(built: Path) -> tuple[int, ...]:
@@ -139,6 +190,26 @@ def test_epilogues_and_counts_to_the_bit(
 
     with KernelGroup(built, world, threads=512, slot_bytes=256 * 1024) as group:
         assert together(group, step) == [None] * world
+
+
+def test_a_launch_that_comes_early_touches_nothing_before_its_turn(built: Path, seed: int) -> None:
+    world = worlds(built)[-1]
+    for op, algorithm in ALGORITHMS:
+        count = 120 * world
+        request = Request(op=op, count=count, dtype="bfloat16", world=world, root=1)
+        parts = inputs(request, seed)
+        plan = plan_of(request, algorithm)
+
+        def step(comm: SlabComm) -> bool:
+            library, given = cast(EarlyBlock, comm._library), parts[comm.rank].clone()  # noqa: B023
+            library.given = given
+            if comm.rank == 1:
+                time.sleep(0.02)  # who lets the next launch go before rank 1 is heard is seen to
+            out = comm.run(plan, given)  # noqa: B023
+            return same(out, expected(request, parts, comm.rank)) and library.last == [True]  # noqa: B023
+
+        with EarlyGroup(built, world, slot_bytes=4096, first_call=5) as group:
+            assert together(group, step) == [True] * world, (op, algorithm)
 
 
 def test_the_sum_of_copied_pieces(built: Path, seed: int) -> None:

@@ -99,6 +99,7 @@ class CudaComm(Caller):
         )
         self.blocks, self.lag, self.threads = blocks, lag, threads
         self.index = device
+        self.early = torch.cuda.get_device_capability(device) >= driver.EARLY_FROM
         self._closing = closing
         self._broken: CommError | None = None
         self._died: int | None = None
@@ -159,7 +160,7 @@ class CudaComm(Caller):
             if request.captured:
                 call.budget_ns = int(min(self.budget_s, BUDGET_S) * 1e9)
             blocks, call.lag = self._grid(piece, call.width)
-            function(blocks, self.threads, stream, [call])
+            function(blocks, self.threads, stream, [call], early=self.early)
         return out
 
     def _grid(self, piece: Piece, width: int) -> tuple[int, int]:
