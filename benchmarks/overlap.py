@@ -2,16 +2,18 @@
 
     python benchmarks/overlap.py --out FOLDER [--parallel tp2 --collectives host] [--pairs 36]
         [--model random:deepseek-v4-flash?layers=12] [--platform cuda] [--decode 1 8 32]
-        [--prefill 2048 8192] [--seconds 90]
+        [--prefill 2048 8192] [--arms turns "pieces 4" ...] [--seconds 90]
 
 One process on one card, or ranks on a card each. Every row compares an arm with ``off``, on the
 same inputs in the same process, `--pairs` times; who goes first is drawn for each pair. Arms:
 
 * ``shared first``, ``routed first``: the shared expert on a stream of its own beside the routed
-  ones, its kernels launched before or behind theirs: captured decode steps, over ranks with their
-  sums, and on one card chunks;
+  ones, its kernels launched before or behind theirs: captured decode steps and chunks, over ranks
+  with their sums; not where domains meet at the experts;
 * ``turns``: over ranks, the halves of a chunk in turns, the collectives of one beside the other's
-  products; ``halves``: the same halves without turns, which says what cutting costs.
+  products; ``halves``: the same halves without turns, which says what cutting costs;
+* ``pieces N``: a chunk whose products over ranks are summed in N pieces of its rows, the sum of one
+  beside the product of the next.
 
 Seconds of a pass are those of the slowest rank. ``overlap.json`` is written after every row, with
 all pairs; a gain is the median of off / arm, with a bootstrap interval of 95 %. Results of arms are
@@ -35,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_check import submit
 
 from metainfer.core.intent import Intent
+from metainfer.core.plan import LayoutPlan
 from metainfer.engine import devices
 from metainfer.engine.engine import Engine
 
@@ -84,20 +87,30 @@ class Ranks:
         return self._group.call(method, *arguments)
 
 
-def arms_of(phase: str, args: argparse.Namespace) -> list[str]:
-    if phase == "chunk" and args.parallel:
-        return ["turns", "halves"]
-    return ["shared first", "routed first"]
+def arms_of(phase: str, layout: LayoutPlan, wanted: list[str] | None) -> list[str]:
+    """What can be compared of such a step, of it what is `wanted`."""
+    domains = layout.expert > layout.tensor
+    found = [] if domains else ["shared first", "routed first"]
+    if phase == "chunk" and layout.ranks > 1:
+        pieces = ["pieces 4", "pieces 2"] if layout.tensor > 1 and not domains else []
+        found = ["turns", *pieces, *found, "halves"]
+    return [arm for arm in found if wanted is None or arm in wanted]
 
 
-def measured(engine: Engine, ranks: Ranks, phase: str, size: int, args: Any) -> list[Any]:
+def measured(
+    engine: Engine, ranks: Ranks, phase: str, size: int, args: argparse.Namespace
+) -> list[Any]:
     """Arm the timers, bring the engine to a step of that size, and take what they measured."""
-    arms, seed = arms_of(phase, args), random.randrange(1 << 30)
+    assert engine.resolved is not None
+    plan = engine.resolved.plan
+    arms, seed = arms_of(phase, plan.layouts[0], args.arms), random.randrange(1 << 30)
+    if not arms:
+        return []
     ranks.call("arm", phase, size, arms, args.pairs, seed)
     if phase == "chunk":
         submit(engine, 1, size, 1)
     else:
-        mixed = engine.resolved.plan.limits.mixed_prefill_tokens  # type: ignore[union-attr]
+        mixed = plan.limits.mixed_prefill_tokens
         submit(engine, size, args.context, 8 + size * args.context // mixed)
     while engine.has_work:
         engine.step()
@@ -147,6 +160,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=36)
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 2048])
+    parser.add_argument("--arms", nargs="*", help="these alone")
     parser.add_argument("--context", type=int, default=512, help="of decoding requests")
     parser.add_argument("--seconds", type=float, default=90)
     args = parser.parse_args()
@@ -155,7 +169,7 @@ def main() -> int:
     report: dict[str, Any] = {"command": " ".join(sys.argv), "rows": []}
     engine = started(args)
     ranks = Ranks(engine)
-    for phase, size in [("chunk", n) for n in args.prefill] + [("decode", n) for n in args.decode]:
+    for phase, size in [("decode", n) for n in args.decode] + [("chunk", n) for n in args.prefill]:
         if time.monotonic() > end:
             report["rows"].append({"row": f"{phase}, {size}", "skipped": "no time left"})
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from metainfer.comm.card_side import CardSide
 from metainfer.comm.peers import Ranks
-from metainfer.comm.side import IN_ORDER, Pending, Side, Turns
+from metainfer.comm.side import IN_ORDER, Pending, Side
 from metainfer.core.plan import StepGraph
 from metainfer.core.step import Phase, Segment
 from metainfer.engine.rank import Rank
@@ -154,6 +155,12 @@ class Timer:
         parts, rank = self._parts, segment.ranks[0]
         ops, model = parts.ops.phase(segment.phase), self._parts.model
 
+        def beside(arm: str) -> AbstractContextManager[None]:
+            name, _, count = arm.partition(" ")
+            if name == "pieces":
+                return parts.turns.in_pieces(int(count))
+            return parts.turns if arm == "turns" else nullcontext()
+
         @torch.inference_mode()
         def run(arm: str) -> torch.Tensor:
             self._set_arm(arm)
@@ -162,7 +169,7 @@ class Timer:
                 build(part, self._executor._slots, parts.groups).to(self._device) for part in cut
             ]
             lanes = [model.lane(each, parts.store.layers, ops) for each in inputs]
-            with parts.turns if arm == "turns" else Turns():
+            with beside(arm):
                 found = interleave(lanes)
             return model.logits(found[-1], inputs[-1], ops)
 

@@ -94,6 +94,7 @@ INTENT_FIELDS = {
     "--no-graphs": "graphs",
     "--no-overlap": "overlap",
     "--halves": "halves",
+    "--sum-pieces": "sum_pieces",
     "--shared-beside": "shared_beside",
     "--draft": "draft",
     "--grammar-backend": "grammar",
@@ -197,6 +198,10 @@ class EngineFlags:
         int | None,
         _flag("--halves", text="chunks from N tokens on as two halves in turns; 0: never"),
     ] = None
+    sum_pieces: Annotated[
+        int | None,
+        _flag("--sum-pieces", text="sums beside products, by pieces, from N tokens on; 0: never"),
+    ] = None
     shared_beside: Annotated[
         int | None,
         _flag("--shared-beside", text="shared beside routed experts up to N tokens; 0: never"),
@@ -256,6 +261,7 @@ class EngineFlags:
             graphs=not self.no_graphs,
             overlap=not self.no_overlap,
             halves=self.halves,
+            sum_pieces=self.sum_pieces,
             shared_beside=self.shared_beside,
             draft=self.draft,
             grammar=self.grammar_backend,

@@ -30,7 +30,7 @@ class Peers(Protocol):
     size: int
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks of `x`, which may be overwritten."""
+        """The sum over ranks of `x`, which may be overwritten: in `x` itself if contiguous."""
         ...
 
     def sum_rows(self, x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ them in one order everywhere, and no two ranks can wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -60,11 +60,25 @@ IN_ORDER = InOrder()
 
 
 class Turns(AbstractContextManager[None]):
-    """A side that is taken inside ``with``, while lanes take turns. Outside nobody would compute
-    meanwhile: there a fork is done when it is asked for."""
+    """A side that is taken inside ``with``, while lanes take turns, and `in_pieces`. Outside nobody
+    would compute meanwhile: there a fork is done when it is asked for.
+
+    `pieces`: into how many a product is cut by its rows, so that it computes beside its own sums.
+    Lanes that take turns keep it whole: each computes beside the other's.
+    """
 
     def __init__(self, side: Side = IN_ORDER) -> None:
-        self._side, self._taken = side, False
+        self._side, self._taken, self.pieces = side, False, 1
+
+    @contextmanager
+    def in_pieces(self, count: int) -> Iterator[None]:
+        """Taken, with products in `count` pieces."""
+        self.pieces = count
+        try:
+            with self:
+                yield
+        finally:
+            self.pieces = 1
 
     def __enter__(self) -> None:
         self._taken = True

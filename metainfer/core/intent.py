@@ -34,6 +34,7 @@ DECISIONS: Mapping[str, str] = {
     "graphs": "graph_buckets",
     "overlap": "overlap",
     "halves": "halves",
+    "sum_pieces": "sum_pieces",
     "shared_beside": "shared_beside",
     "grammar": "grammar",
     "draft": "draft",
@@ -69,11 +70,11 @@ class Intent:
     `adapters`: name -> folder of a LoRA adapter.
     `prefix_cache`: reuse of cached prefixes. `graphs`: steps may be captured. `overlap`: these may
     be launched before the one ahead was read. `halves`: from so many tokens on, chunks are computed
-    as two halves in turns; `shared_beside`: up to so many, the shared expert beside the routed
-    ones; 0: never. `draft`: speculation, ``off``, ``ngram:N`` or
-    ``mtp:N``. `grammar`: the grammar library. `model_options`: switches of the model's family,
-    where its published code and its deployments differ. `said`: field -> where its value came from,
-    in words, where it was not simply a flag.
+    as two halves in turns; `sum_pieces`: from so many on, others sum products piece by piece;
+    `shared_beside`: up to so many, the shared expert beside the routed ones; 0: never.
+    `draft`: speculation, ``off``, ``ngram:N`` or ``mtp:N``. `grammar`: the grammar library.
+    `model_options`: switches of the model's family, where its published code and its deployments
+    differ. `said`: field -> where its value came from, in words, where it was not simply a flag.
     """
 
     model: str
@@ -93,6 +94,7 @@ class Intent:
     graphs: bool = True
     overlap: bool = True
     halves: int | None = None
+    sum_pieces: int | None = None
     shared_beside: int | None = None
     draft: str | None = None
     grammar: str | None = None

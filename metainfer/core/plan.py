@@ -147,11 +147,11 @@ class Plan:
     `graph_buckets`: token counts at which decode is captured; empty: it runs op by op. `graphs`:
     all captured steps, in the order of capture. `overlap`: a captured step may be launched before
     the one ahead of it was read. `halves`: chunks of at least so many tokens are computed as two
-    halves in turns; `shared_beside`: in steps of at most so many, the shared expert beside the
-    routed ones; 0: none. `rounded_from`: from so many rows on, ranks round what they send to
-    experts that they share; 0: never. `adapters`: in the order of their places. `emulated`: which
-    rank of how many of which machine this is, where its peers are a stand-in;
-    such a plan answers nothing."""
+    halves in turns; `sum_pieces`: others of at least so many sum products piece by piece;
+    `shared_beside`: in steps of at most so many, the shared expert beside the routed ones; 0: none.
+    `rounded_from`: from so many rows on, ranks round what they send to experts that they share; 0:
+    never. `adapters`: in the order of their places. `emulated`: which rank of how many of which
+    machine this is, where its peers are a stand-in; such a plan answers nothing."""
 
     model: ModelPlan
     platform: str
@@ -171,6 +171,7 @@ class Plan:
     graphs: tuple[StepGraph, ...]
     overlap: bool
     halves: int
+    sum_pieces: int
     shared_beside: int
     rounded_from: int
     limits: Limits

@@ -166,7 +166,7 @@ def links_of(
         method=intent.collectives or AUTO,
         tiers=tiers,
         sharing=intent.one_card,
-        turns=Turns(CardSide(device)) if plan.halves else None,
+        turns=Turns(CardSide(device)) if plan.halves or plan.sum_pieces else None,
     )
 
 

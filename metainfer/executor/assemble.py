@@ -117,6 +117,7 @@ def assemble(
             dealt=dealt_chunks(model, groups, layout, ranks, device),
             overlap=plan.overlap,
             halves=plan.halves,
+            sum_pieces=plan.sum_pieces,
             turns=ranks.turns,
         )
     )

@@ -11,7 +11,7 @@ import gc
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from metainfer.comm.emulated_ranks import EmulatedRanks
 
 MOST_OPEN = 2
+PIECES = 4
+"""Of a product whose sum goes on piece by piece; a seed until pairs say more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +69,9 @@ class LocalParts:
     `graphs`: what is captured, in this order. `adapters`: how many are loaded. `prompts`: who
     computes chunks whose rows ranks share; `dealt`: what each of them reads where ranks share the
     cache alone. `overlap`: a captured step may be launched before the one ahead of it was read.
-    `halves`: chunks of at least so many tokens are computed as two halves in turns; 0: none.
-    `turns`: where collectives of one go while the other computes."""
+    `halves`: chunks of at least so many tokens are computed as two halves in turns; `sum_pieces`:
+    others of at least so many sum products piece by piece; 0: none. `turns`: where collectives go
+    meanwhile."""
 
     model: Any
     ops: OpTable
@@ -88,6 +91,7 @@ class LocalParts:
     dealt: DealtChunks | None = None
     overlap: bool = False
     halves: int = 0
+    sum_pieces: int = 0
     turns: Turns = field(default_factory=Turns)
 
 
@@ -297,24 +301,21 @@ class LocalExecutor:
             if out is not None:
                 (rows, step), finite = rows_of(out, segment, self._static.draws), out.finite
                 return self._finish(segment, rows, lambda: finite, out.hidden, out.inputs, step)
-        if self._in_halves(segment):
+        if _long(segment, parts.halves) and not segment.drafts:
             return self._halved(segment, rank, phase_ops)
         host = build(rank, self._slots, parts.groups)
         inputs = host.to(parts.device)
         if parts.dealt is not None and segment.phase is Phase.CHUNK:
             inputs = parts.dealt.over_copies(inputs, segment, self._slots)
-        hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
+        pieces = _long(segment, parts.sum_pieces)
+        with parts.turns.in_pieces(PIECES) if pieces else nullcontext():
+            hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
         logits = parts.model.logits(hidden, inputs, phase_ops) if len(host.logit_rows) else None
 
         def finite_rows() -> torch.Tensor:
             return torch.isfinite(parts.model.normed(hidden).flatten(1)).all(dim=1)
 
         return self._finish(segment, logits, finite_rows, hidden, inputs)
-
-    def _in_halves(self, segment: Segment) -> bool:
-        least, rank = self._parts.halves, segment.ranks[0]
-        prompts = segment.phase in (Phase.CHUNK, Phase.MIXED) and not segment.drafts
-        return prompts and 0 < least <= rank.tokens + rank.padding
 
     def _halved(self, segment: Segment, rank: RankTokens, ops: PhaseOps) -> Settle:
         """The halves of a segment's rows in turns: one computes beside the other's collectives."""
@@ -405,6 +406,13 @@ class LocalExecutor:
         segment = Segment(phase, "warm", ranks)
         self.execute(StepPlan(0, (segment,), new, pages))
         self._slots.apply(StepPlan(0, (), released=tuple(slots)))
+
+
+def _long(segment: Segment, least: int) -> bool:
+    """Whether it computes prompts, `least` tokens or more; never with 0."""
+    rank = segment.ranks[0]
+    prompts = segment.phase in (Phase.CHUNK, Phase.MIXED)
+    return prompts and 0 < least <= rank.tokens + rank.padding
 
 
 def _silent_rows(

@@ -2,8 +2,8 @@
 
 A row belongs to a family of models and a capability: cards of one capability run the same kernels,
 and the plan names the card that was measured. The shared expert's tells ranks that meet from one
-alone; halves are of one layout over cards without peer access, by collectives of ours. Elsewhere
-both stay off until somebody asks for them.
+alone; halves and pieces are of one layout over cards without peer access, by collectives of ours.
+Elsewhere all stay off until somebody asks for them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from metainfer.core.verdict import Reason
 from metainfer.models.arch import Arch
 from metainfer.planner.layouts import talks
 
-SHARED, HALVES = "shared_beside", "halves"
+SHARED, HALVES, PIECES = "shared_beside", "halves", "sum_pieces"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
     """`gains`: tokens of a step -> seconds without / with, the median of pairs in the worse order
     of launch; `tokens`: the largest step whose interval, and that of all smaller ones, lies above
-    1, of halves the smallest whose and that of all larger ones do; `device`: what it was measured
-    on; `record`: its name in ``benchmarks/records``."""
+    1, of halves and pieces the smallest whose and that of all larger ones do; `device`: what it was
+    measured on; `record`: its name in ``benchmarks/records``."""
 
     family: str
     capability: tuple[int, int]
@@ -46,7 +46,7 @@ class Gain:
 
 @cache
 def shipped(what: str) -> tuple[Gain, ...]:
-    """Rows of ``shared_beside`` or ``halves``; `Gain.ranks` is ``meet``, ``alone`` or a layout."""
+    """Rows of one of the three; `Gain.ranks` is ``meet``, ``alone`` or a layout."""
     body = json.loads(resources.files("metainfer.planner").joinpath("gains.json").read_text())
     return tuple(
         Gain(
@@ -66,7 +66,8 @@ def gain_of(
     what: str, family: str, capability: tuple[int, int] | None, layout: LayoutPlan
 ) -> Gain | None:
     """What was measured of such a card under such a layout; None: nothing."""
-    ranks = layout.name if what == HALVES else "meet" if talks(layout) else "alone"
+    apart = "meet" if talks(layout) else "alone"
+    ranks = apart if what == SHARED else layout.name
     for row in shipped(what):
         if (row.family, row.capability, row.ranks) == (family, capability, ranks):
             return row

@@ -1,7 +1,8 @@
-"""What is computed beside what inside a step: halves of a chunk in turns, the shared expert beside
-the routed ones. Either is on where a measurement showed a gain (`benchmarks/overlap` takes it,
-`gains` has it), and off elsewhere. Asked for, they are on, or an error with every reason; where a
-device has one stream they change the order of calls at most, and the plan says so.
+"""What is computed beside what inside a step: halves of a chunk in turns, the pieces of a product
+beside their own sums, the shared expert beside the routed ones. Each is on where a measurement
+showed a gain (`benchmarks/overlap` takes it, `gains` has it), and off elsewhere. Asked for, it is
+on, or an error with every reason; where a device has one stream it changes the order of calls at
+most, and the plan says so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
 from metainfer.planner.drafts import MODEL
-from metainfer.planner.gains import HALVES, SHARED, against_beside, gain_of, rows_beside
+from metainfer.planner.gains import (
+    HALVES,
+    PIECES,
+    SHARED,
+    Gain,
+    against_beside,
+    gain_of,
+    rows_beside,
+)
 from metainfer.planner.ranks import Cards
 from metainfer.platform.facts import CPU
 
@@ -35,28 +44,64 @@ def halves(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
     if cards.intent.halves == 1:
         cause = "--halves is 1: a chunk of one row has no halves."
         raise UsageError(cause, "Name 2 tokens or more, or 0 for never.")
-    against = []
+    against = _against_started(layout, cards)
     if layout.tensor == 1 and layout.expert <= 1:
         against.append(Reason("alone", "no rank waits for another inside a step"))
+    if cards.draft.method == MODEL:
+        against.append(Reason("draft", "a model that drafts reads every row of a chunk"))
+    gain = _of_chunks(HALVES, layout, cards)
+    return _decide(HALVES, _least(HALVES, gain, cards), against, cards, ledger, gain)
+
+
+def sum_pieces(layout: LayoutPlan, cards: Cards, halves: int, ledger: DecisionLedger) -> int:
+    """The plan's `sum_pieces`: chunks of at least so many tokens sum products over ranks piece by
+    piece, those that do not take turns by `halves`; 0: none.
+
+    Raises:
+        RefusedError: it was asked for, and cannot.
+        UsageError: a negative number was.
+    """
+    against = _against_started(layout, cards)
+    if layout.tensor == 1:
+        against.append(Reason("alone", "no ranks hold parts of one sum"))
+    if layout.expert > layout.tensor:
+        text = "domains meet at the experts: what comes back is scattered, not summed everywhere"
+        against.append(Reason("not-built", text))
+    if cards.arch.adapters is not None:
+        text = "rows of adapters are told by the whole segment"
+        against.append(Reason("not-built", text))
+    gain = _of_chunks(PIECES, layout, cards)
+    least = _least(PIECES, gain, cards)
+    if 0 < halves <= least:
+        text = f"halves take turns from {halves:,} tokens on: one computes beside the other's sums"
+        against.append(Reason("halves", text))
+    return _decide(PIECES, least, against, cards, ledger, gain)
+
+
+def _against_started(layout: LayoutPlan, cards: Cards) -> list[Reason]:
+    """What stands against sums of a chunk that go on while it computes."""
+    against = []
     if layout.prefill > 1 or layout.shards > 1:
         text = "ranks that share a chunk's rows or a cache gather entries layer by layer, in one go"
         against.append(Reason("not-built", text))
-    if cards.draft.method == MODEL:
-        against.append(Reason("draft", "a model that drafts reads every row of a chunk"))
     if cards.emulated is not None:
         against.append(Reason("emulated", "waits for peers that are a stand-in overlap nothing"))
-    gain, tokens = None, cards.intent.halves
-    if tokens is None and not against and _through_host(cards):
-        gain = gain_of(HALVES, cards.arch.family, cards.facts.device.capability, layout)
-        tokens = None if gain is None else gain.tokens
-    return _decide(HALVES, tokens or 0, against, cards, ledger, "" if gain is None else gain.why)
+    return against
 
 
-def _through_host(cards: Cards) -> bool:
-    """Whether collectives of ours go through host memory: what halves were measured over."""
+def _of_chunks(key: str, layout: LayoutPlan, cards: Cards) -> Gain | None:
+    """What was measured of chunks: over collectives of ours that go through host memory."""
     asked = (cards.intent.collectives or AUTO).partition(":")[0]
     cpu = cards.facts.device.kind == CPU
-    return asked == "host" or (asked == AUTO and not cpu and from_facts(cards.facts).peer is False)
+    here = asked == "host" or (asked == AUTO and not cpu and from_facts(cards.facts).peer is False)
+    family, capability = cards.arch.family, cards.facts.device.capability
+    return gain_of(key, family, capability, layout) if here else None
+
+
+def _least(key: str, gain: Gain | None, cards: Cards) -> int:
+    """Chunks of at least so many tokens do it, if they can: as asked for, else as measured."""
+    asked: int | None = getattr(cards.intent, key)
+    return asked if asked is not None else 0 if gain is None else gain.tokens
 
 
 def shared_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
@@ -70,8 +115,7 @@ def shared_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> i
     intent, arch, capability = cards.intent, cards.arch, cards.facts.device.capability
     gain = gain_of(SHARED, arch.family, capability, layout)
     rows = rows_beside(intent, arch, capability, layout)
-    measured = "" if gain is None else gain.why
-    return _decide(SHARED, rows, against_beside(arch, layout), cards, ledger, measured)
+    return _decide(SHARED, rows, against_beside(arch, layout), cards, ledger, gain)
 
 
 def _decide(
@@ -80,9 +124,9 @@ def _decide(
     against: Sequence[Reason],
     cards: Cards,
     ledger: DecisionLedger,
-    measured: str = "",
+    gain: Gain | None,
 ) -> int:
-    """Put `value` on the record; `measured`: why it is on where nobody asked."""
+    """Put `value` on the record; `gain`: why it is on where nobody asked."""
     flag, wished = f"--{key.replace('_', '-')}", getattr(cards.intent, key)
     if wished is not None and wished < 0:
         raise UsageError(f"{flag} is {wished}.", "Name a number of tokens, or 0 for never.")
@@ -94,10 +138,11 @@ def _decide(
         if wished and kind not in STREAMS:
             why += f"; a {kind} has no stream beside the current one: nothing overlaps"
         ledger.record(key, value, cards.intent.origin(key), why)
-    elif value:
-        ledger.record(key, value, Origin.RECORD, measured)
+    elif value and gain is not None and not against:
+        ledger.record(key, value, Origin.RECORD, gain.why)
     else:
-        losers = (Loser("on", (*against, UNMEASURED)),)
+        losers = (Loser("on", (*against, UNMEASURED) if gain is None else tuple(against)),)
         origin = Origin.DERIVED if against else Origin.SEED
         ledger.record(key, 0, origin, "nothing is computed beside something else", losers)
+        return 0
     return value

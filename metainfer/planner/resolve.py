@@ -188,6 +188,7 @@ class _Resolver:
         intent, software = self.intent, self.facts.software
         grammar = grammars.decide(intent.grammar, software, self.ledger, intent.origin("grammar"))
         threads = self.ledger["threads"].value
+        halves = lanes.halves(layout, cards, self.ledger)
         assert isinstance(threads, int)
         return Plan(
             model=ModelPlan(
@@ -224,7 +225,8 @@ class _Resolver:
             graph_buckets=captured.buckets,
             graphs=captured.graphs,
             overlap=overlap.decide(captured.graphs, cards, self.ledger),
-            halves=lanes.halves(layout, cards, self.ledger),
+            halves=halves,
+            sum_pieces=lanes.sum_pieces(layout, cards, halves, self.ledger),
             shared_beside=lanes.shared_beside(layout, cards, self.ledger),
             rounded_from=dispatch.rounded_from(layout, selection, self.ledger),
             limits=limits,

@@ -20,8 +20,8 @@ ENGINE = {
     "--page-tokens", "--threads",
     "--goal", "--dtype", "--platform", "--op", "--layout", "--parallel", "--allow-fallback",
     "--collectives", "--one-card", "--rank-of",
-    "--no-prefix-cache", "--no-graphs", "--no-overlap", "--halves", "--shared-beside", "--draft",
-    "--grammar-backend", "--model-option", "--config",
+    "--no-prefix-cache", "--no-graphs", "--no-overlap", "--halves", "--sum-pieces",
+    "--shared-beside", "--draft", "--grammar-backend", "--model-option", "--config",
 }  # fmt: skip
 ADAPTERS = {"--adapter"}
 SAMPLING = {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed"}

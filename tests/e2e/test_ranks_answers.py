@@ -71,6 +71,8 @@ CASES = (
 
 TURNS = {"tp2": 8, "tp3": 4, "ep2": 5, "ep8": 2, "tp2ep4": 8, "2x": 0}
 """Chunks of at least so many tokens take turns by halves, where their rows are not shared."""
+PIECES = {("uneven", "tp2"): 2, ("deepseek-v4", "tp2"): 3, ("deepseek-v4", "tp4"): 2}
+"""Of these, shorter ones sum products in pieces from so many tokens on."""
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +226,7 @@ def test_layouts_change_no_token(
         kv_bytes=tight(folders[family], family, layout),
         draft=f"ngram:{DEEPEST}",
         halves=TURNS.get(layout),
+        sum_pieces=PIECES.get((family, layout)),
         shared_beside=8 if (family, layout) == ("deepseek-v4", "tp2") else None,
     )
     closing.append(engine)

@@ -1,5 +1,5 @@
-"""Halves of a chunk in turns, and the shared expert beside: no answer changes, whenever what runs
-beside is in fact done.
+"""Halves of a chunk in turns, products summed in pieces, and the shared expert beside: no answer
+changes, whenever what runs beside is in fact done.
 
 Ranks are stood in for by a peer that adds nothing. What it is given is poisoned until somebody
 waits for it, so that whoever reads or writes too early is seen; whether its work is done at the
@@ -124,12 +124,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
 
 
 @contextmanager
-def in_turns(engine: Engine, rng: random.Random, least: int = 2) -> Iterator[tuple[Peer, AnyTime]]:
-    """Inside, chunks from `least` tokens on take turns by halves, beside a poisoning peer."""
+def in_turns(
+    engine: Engine, rng: random.Random, least: int = 2, *, pieces: int = 0
+) -> Iterator[tuple[Peer, AnyTime]]:
+    """Inside, chunks from `least` tokens on take turns by halves, others from `pieces` on sum
+    products in pieces, beside a poisoning peer."""
     executor: Any = engine._executor
     parts, model, peer, side = executor._parts, executor._parts.model, Peer(), AnyTime(rng)
     dense = hasattr(model, "peers")
-    executor._parts = replace(parts, halves=least)
+    executor._parts = replace(parts, halves=least, sum_pieces=pieces)
     before = model.peers if dense else model.ranks
     if dense:
         model.peers = peer
@@ -191,6 +194,36 @@ def test_turns_change_no_answer(name: str, engines: dict[str, Engine], rng: rand
     assert (
         peer.open == 0 and len(peer.rows_of) > 20 and (side.forks > 20) is (name == "deepseek-v4")
     )
+
+
+@pytest.mark.parametrize("name", VOCAB)
+def test_pieces_change_no_answer(name: str, engines: dict[str, Engine], rng: random.Random) -> None:
+    """Chunks of one row too, shorter ones than there are pieces, and halves of the longest."""
+    prompts, params = drawn(rng, name, 6)
+    wanted: list[Answer] = []
+    for prompt, each in zip(prompts, params, strict=True):
+        with nothing_beside(engines[name]):
+            wanted += ask(engines[name], [prompt], [each], audit=False)
+    with in_turns(engines[name], rng, CHUNK, pieces=1) as (peer, _):
+        found = ask(engines[name], prompts, params, audit=False)
+    for answer, expected in zip(found, wanted, strict=True):
+        same(answer, expected)
+    assert peer.open == 0 and peer.beside > 20
+
+
+@pytest.mark.parametrize("name", VOCAB)
+def test_each_product_of_a_chunk_computes_beside_its_own_sums(
+    name: str, engines: dict[str, Engine], rng: random.Random
+) -> None:
+    """Its last piece waits alone. Shorter chunks than asked for stay whole, and decodes."""
+    engine, params = engines[name], SamplingParams(temperature=0.0, max_tokens=3)
+    with in_turns(engine, rng, 0, pieces=10) as (peer, _):
+        ask(engine, [[5] * 23], [params])
+    sums = len(peer.rows_of) // 6  # as many as of a decode, of which there are two
+    assert peer.rows_of == [6, 6, 6, 5] * sums + [1] * (2 * sums) and peer.beside == 3 * sums
+    with in_turns(engine, rng, 0, pieces=10) as (peer, _):
+        ask(engine, [[5] * 9], [params])
+    assert peer.rows_of == [9] * sums + [1] * (2 * sums) and peer.beside == 0
 
 
 @pytest.mark.parametrize("name", VOCAB)

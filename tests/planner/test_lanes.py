@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.engine.elsewhere import describe
+from metainfer.executor.local import PIECES
 from metainfer.planner import gains, graphs, lanes
 from metainfer.planner.needs import Needs, Peak
 from metainfer.planner.opening import open_model
@@ -33,7 +35,7 @@ def said(found: Resolved, key: str) -> tuple[object, Origin, list[str]]:
 
 def test_nothing_takes_turns_unmeasured() -> None:
     found = planned(V4, context=8192, parallel="tp8")
-    for key in ("halves", "shared_beside"):
+    for key in ("halves", "sum_pieces", "shared_beside"):
         assert said(found, key) == (0, Origin.SEED, ["unmeasured"])
 
 
@@ -42,8 +44,11 @@ def test_who_asks_gets_it_and_it_is_said() -> None:
     assert (found.plan.halves, found.plan.shared_beside) == (4096, 64)
     assert said(found, "halves")[:2] == (4096, Origin.FLAG)
     assert said(found, "shared_beside")[:2] == (64, Origin.FLAG)
-    off = planned(V4, context=8192, parallel="cp8/tp8", halves=0)
-    assert said(off, "halves")[:2] == (0, Origin.FLAG)
+    off = planned(V4, context=8192, parallel="cp8/tp8", halves=0, sum_pieces=0)
+    assert said(off, "halves")[:2] == said(off, "sum_pieces")[:2] == (0, Origin.FLAG)
+    shorter = planned(V4, context=8192, parallel="tp8", halves=8192, sum_pieces=4096)
+    assert (shorter.plan.halves, shorter.plan.sum_pieces) == (8192, 4096)
+    assert said(shorter, "sum_pieces")[:2] == (4096, Origin.FLAG)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,10 @@ def test_who_asks_gets_it_and_it_is_said() -> None:
         (V4, {"parallel": "tp8cs8", "halves": 2}, "rows or a cache"),
         (DENSE, {"parallel": "tp8", "shared_beside": 8}, "no shared expert"),
         (V4, {"parallel": "dp8ep8", "shared_beside": 8}, "domains meet"),
+        (DENSE, {"parallel": "8x", "sum_pieces": 2}, "no ranks hold parts"),
+        (V4, {"parallel": "dp8ep8", "sum_pieces": 2}, "no ranks hold parts.*domains meet"),
+        (V4, {"parallel": "cp8/tp8", "sum_pieces": 2}, "rows or a cache"),
+        (V4, {"parallel": "tp8", "halves": 4096, "sum_pieces": 4096}, "turns from 4,096"),
     ],
 )
 def test_what_cannot_be_is_an_error_with_its_reasons(
@@ -69,15 +78,17 @@ def test_a_bound_is_a_number_of_tokens() -> None:
         planned(DENSE, context=8192, parallel="tp8", halves=-1)
     with pytest.raises(UsageError, match="one row has no halves"):
         planned(DENSE, context=8192, parallel="tp8", halves=1)
+    with pytest.raises(UsageError, match="--sum-pieces is -1"):
+        planned(DENSE, context=8192, parallel="tp8", sum_pieces=-1)
 
 
 def test_where_nothing_can_overlap_the_plan_says_so() -> None:
     """Asked for on a CPU, the order of calls changes at most."""
-    wishes: dict[str, Any] = {"parallel": "tp2", "halves": 8, "shared_beside": 4}
+    wishes: dict[str, Any] = {"parallel": "tp2", "halves": 8, "shared_beside": 4, "sum_pieces": 2}
     intent = Intent(model=TINY, context=96, kv_bytes=1 << 26, **wishes)
     plan = describe("cpu").resolve(open_model(TINY), intent).plan
-    assert (plan.halves, plan.shared_beside) == (8, 4)
-    for key in ("halves", "shared_beside"):
+    assert (plan.halves, plan.shared_beside, plan.sum_pieces) == (8, 4, 2)
+    for key in ("halves", "shared_beside", "sum_pieces"):
         (told,) = (each for each in plan.decisions if each.key == key)
         assert "nothing overlaps" in told.why
     card = planned(V4, context=8192, parallel="tp8", halves=4096)
@@ -98,8 +109,10 @@ def test_what_is_shipped_is_what_was_measured(row: gains.Gain) -> None:
     body = json.loads((RECORDS / f"{row.record}.json").read_text())
     found: dict[int, list[Any]] = {}
     for each in body["rows"]:
-        found.setdefault(int(each["row"].partition(", ")[2].partition(":")[0]), []).append(each)
-        assert each["equal"] and each["n"] >= 35
+        _, tokens, arm = re.split(", |: ", each["row"])
+        if arm in ("shared first", "routed first"):
+            found.setdefault(int(tokens), []).append(each)
+            assert each["equal"] and each["n"] >= 35
     assert all(len(orders) == 2 for orders in found.values())
     worse = {tokens: min(each["gain"] for each in found[tokens]) for tokens in sorted(found)}
     assert dict(row.gains) == {tokens: round(gain, 3) for tokens, gain in worse.items()}
@@ -150,15 +163,22 @@ def test_a_gain_does_not_beat_what_stands_against_it(monkeypatch: pytest.MonkeyP
     assert gains.rows_beside(Intent(model=DENSE), arch, (9, 0), layout) == 0
 
 
-@pytest.mark.parametrize("row", gains.shipped(gains.HALVES), ids=lambda row: row.record)
-def test_halves_are_shipped_as_they_were_measured(row: gains.Gain) -> None:
-    """In turns, from the smallest chunk on from which all larger ones gained too, results equal to
-    those of halves without turns."""
+CHUNKS = [(gains.HALVES, "turns"), (gains.PIECES, f"pieces {PIECES}")]
+
+
+@pytest.mark.parametrize(
+    ("arm", "row"),
+    [(arm, row) for what, arm in CHUNKS for row in gains.shipped(what)],
+    ids=lambda each: each if isinstance(each, str) else each.record,
+)
+def test_chunks_are_shipped_as_they_were_measured(arm: str, row: gains.Gain) -> None:
+    """From the smallest on from which all larger ones gained too, results equal: of halves in turns
+    to those of halves without turns, of pieces to those of whole products."""
     body = json.loads((RECORDS / f"{row.record}.json").read_text())
     turns = {
         int(each["row"].partition(", ")[2].partition(":")[0]): each
         for each in body["rows"]
-        if each["row"].endswith(": turns")
+        if each["row"].endswith(f": {arm}")
     }
     assert all(each["equal"] and each["n"] >= 35 for each in turns.values())
     assert dict(row.gains) == {n: round(turns[n]["gain"], 3) for n in sorted(turns)}
@@ -180,6 +200,26 @@ def halved(monkeypatch: pytest.MonkeyPatch) -> gains.Gain:
         gains, "shipped", lambda what: (row,) if what == gains.HALVES else shipped(what)
     )
     return row
+
+
+def test_pieces_are_of_one_layout_and_leave_what_takes_turns(
+    halved: gains.Gain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a record, and below the chunks whose halves take turns."""
+    least = replace(halved, gains={4096: 1.1}, tokens=4096, record="of pieces")
+    rows = {gains.HALVES: (halved,), gains.PIECES: (least,), gains.SHARED: ()}
+    monkeypatch.setattr(gains, "shipped", rows.__getitem__)
+    wish: dict[str, Any] = {"context": 8192, "parallel": "tp2"}
+    found = planned.__wrapped__(V4, "2x-h200-nop2p", **wish)
+    assert (found.plan.halves, found.plan.sum_pieces) == (8192, 4096)
+    (told,) = (each for each in found.plan.decisions if each.key == "sum_pieces")
+    assert told.origin is Origin.RECORD and "of pieces" in told.why
+    turning = planned.__wrapped__(V4, "2x-h200-nop2p", **wish, halves=4096)
+    assert said(turning, "sum_pieces") == (0, Origin.DERIVED, ["halves"])
+    other = planned.__wrapped__(V4, "2x-h200-nop2p", context=8192, parallel="ep2")
+    assert said(other, "sum_pieces")[:2] == (0, Origin.DERIVED)
+    asked = planned.__wrapped__(V4, "2x-h200-nop2p", **wish, collectives="nccl")
+    assert said(asked, "sum_pieces")[:2] == (0, Origin.SEED)
 
 
 def said_of_halves(machine: str, model: str = V4, **wishes: Any) -> tuple[object, Origin]:

@@ -30,6 +30,7 @@ from metainfer.models.common.inputs import SegmentInputs
 from metainfer.models.common.lanes import Lane, alone
 from metainfer.models.common.meeting import send_rounded, send_rows
 from metainfer.models.common.spread import Part
+from metainfer.models.common.summed import start_summed
 from metainfer.models.deepseek_v4.arch import DeepSeekV4Arch
 from metainfer.models.deepseek_v4.layer import Layer, read_layer
 from metainfer.ops.linear.packed import PackedWeight
@@ -228,11 +229,16 @@ class DeepSeekV4Model:
                 window=arch.window,
                 ratio=layer.ratio,
             )  # [T, H, d]
-        found = []
-        for part, heads in zip(parts, o.chunk(len(parts), dim=1), strict=True):
+
+        def project(heads: Tensor, part: Layer = layer) -> Tensor:
             z = ops.out_group(heads, part.wo_a, groups=arch.o_groups)  # [T, G * o_rank]
-            found.append(ops.linear(z, part.wo_b))
-        return self._start_sum(found)
+            out: Tensor = ops.linear(z, part.wo_b)
+            return out
+
+        if len(parts) == 1:
+            return start_summed(project, (o,), self.ranks.tensor, self.ranks.turns)
+        split = zip(o.chunk(len(parts), dim=1), parts, strict=True)
+        return self._start_sum([project(heads, part) for heads, part in split])
 
     def _over_parts(
         self,
@@ -384,11 +390,17 @@ class DeepSeekV4Model:
             )
         if ranks.domains.size > 1:
             return (yield from self._over_domains(x, ids, weights, layer, ops))
-        shared = None if apart is not None else self._shared(x, layer, ops)[0]
-        routed = self._routed(x, ids, weights, shared, layer, ops)
         if apart is not None:
+            routed = self._routed(x, ids, weights, None, layer, ops)
             routed += apart.wait()[0]
-        total = ranks.tensor.start_sum(routed)
+            total = ranks.tensor.start_sum(routed)
+        else:
+            rows = (x, ids, weights, self._shared(x, layer, ops)[0])
+
+            def both(x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor) -> Tensor:
+                return self._routed(x, ids, weights, shared, layer, ops)
+
+            total = start_summed(both, rows, ranks.tensor, ranks.turns)
         yield
         return total.wait()
 

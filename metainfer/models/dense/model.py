@@ -9,7 +9,7 @@ rank has the parts of all of them, and adds the sum up by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from metainfer.models.common.inputs import SegmentInputs
 from metainfer.models.common.lanes import Lane, alone
 from metainfer.models.common.lowrank import LowRankPairs, adapt
 from metainfer.models.common.spread import Part
+from metainfer.models.common.summed import start_summed
 from metainfer.models.dense.arch import DenseArch
 from metainfer.ops.linear.packed import PackedWeight
 
@@ -48,6 +49,10 @@ class DenseLayer:
     pairs: dict[str, LowRankPairs] = field(default_factory=dict)
 
 
+Product = Callable[[torch.Tensor, DenseLayer, SegmentInputs, PhaseOps], torch.Tensor]
+"""Of rows [T, ...]: one rank's part of a sum [T, H]."""
+
+
 class DenseModel:
     """Holds weights; `forward` runs one segment, `logits` the head.
 
@@ -65,7 +70,7 @@ class DenseModel:
     ) -> None:
         self.arch = arch
         self.cos_sin = cos_sin  # [M, R] float32
-        self.peers, self.dealt = ranks.tensor, Dealt(ranks.shards)
+        self.peers, self.turns, self.dealt = ranks.tensor, ranks.turns, Dealt(ranks.shards)
         words = ranks.prompts if len(parts) > 1 else ranks.tensor
         ends = (packed["embed"], packed["lm_head"], arch.vocab_size)
         self.ends = Ends(*ends, words, apart=bool(parts))
@@ -126,10 +131,10 @@ class DenseModel:
             found = [
                 self._attention(x, at, layers, cache, inputs, ops) for at in range(len(layers))
             ]
-            y = self._start_sum(found)
+            y = self._start_sum(_out, found, layers, inputs, ops)
             yield
             x, residual = ops.add_rmsnorm(y.wait(), residual, layers[0].mlp_norm, eps)
-            y = self._start_sum([_mlp(x, layer, inputs, ops) for layer in layers])
+            y = self._start_sum(_mlp, [x] * len(layers), layers, inputs, ops)
             yield
             x, residual = ops.add_rmsnorm(y.wait(), residual, self._norm_of(index + 1), eps)
         return x
@@ -147,9 +152,22 @@ class DenseModel:
         """Logits [R, V] of normed rows [R, H]."""
         return self.ends.logits(rows, ops.linear)
 
-    def _start_sum(self, parts: list[torch.Tensor]) -> Pending[torch.Tensor]:
-        """What ranks hold parts of; those that are here are added as ranks would add them."""
-        return self.peers.start_sum(parts[0]) if len(parts) == 1 else Done(canonical_sum(parts))
+    def _start_sum(
+        self,
+        product: Product,
+        rows: Sequence[torch.Tensor],
+        layers: Sequence[DenseLayer],
+        inputs: SegmentInputs,
+        ops: PhaseOps,
+    ) -> Pending[torch.Tensor]:
+        """The sum of what `product` makes of `rows` [T, ...] with matrices that ranks hold parts
+        of; those that are here are added as ranks would add them."""
+        if len(layers) == 1:
+            return start_summed(
+                lambda x: product(x, layers[0], inputs, ops), rows, self.peers, self.turns
+            )
+        found = [product(x, layer, inputs, ops) for x, layer in zip(rows, layers, strict=True)]
+        return Done(canonical_sum(found))
 
     def _attention(
         self,
@@ -177,7 +195,7 @@ class DenseModel:
         ops.kv_write(k, v, held.k, held.v, group.slots)
         if spread is not None:
             spread.share(held, cache, part)
-        out = ops.attn_paged(
+        out: torch.Tensor = ops.attn_paged(
             q,
             held.k,
             held.v,
@@ -187,8 +205,7 @@ class DenseModel:
             scale=arch.scale,
             window=layer.window,
         )  # [T, Hq, D]
-        out = out.view(tokens, arch.heads * arch.head_dim)
-        return adapt(ops.linear(out, layer.o), out, layer.pairs.get("o"), inputs, ops)
+        return out.view(tokens, arch.heads * arch.head_dim)
 
     def _norm_of(self, index: int) -> torch.Tensor:
         return self.layers[index].attn_norm if index < len(self.layers) else self.norm
@@ -211,6 +228,13 @@ def _layers(
         )
         for i in range(arch.layers)
     ]
+
+
+def _out(
+    heads: torch.Tensor, layer: DenseLayer, inputs: SegmentInputs, ops: PhaseOps
+) -> torch.Tensor:
+    """The output projection of attended heads [T, Hq D]; one rank's part of the sum."""
+    return adapt(ops.linear(heads, layer.o), heads, layer.pairs.get("o"), inputs, ops)
 
 
 def _mlp(x: torch.Tensor, layer: DenseLayer, inputs: SegmentInputs, ops: PhaseOps) -> torch.Tensor:
