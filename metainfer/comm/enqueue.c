@@ -1,7 +1,7 @@
 /* The driver calls of one collective, in order: steps that `enqueue.py` wrote down, in one call.
  *
- * The driver is not linked: its functions come as addresses. A field of a step is a number, or an
- * offset behind one of `bases`, which are all that changes between two calls.
+ * The driver is not linked: its functions come as addresses. Stream, a and b of a step are offsets
+ * behind `bases`, which are all that changes between two calls; c is a number.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -10,8 +10,7 @@
 
 typedef struct {
     uint64_t offset[4];
-    uint16_t base[4];
-    uint64_t kind;
+    uint16_t base[3], kind;
 } MiStep;
 
 /* Kinds of steps; what a function of the driver carries out comes first, in the order of `calls`. */
@@ -34,7 +33,7 @@ u64 mi_enqueue(void *const *calls, const MiStep *steps, u64 count, const u64 *ba
         const u64 stream = step->offset[0] + bases[step->base[0]];
         const u64 a = step->offset[1] + bases[step->base[1]];
         const u64 b = step->offset[2] + bases[step->base[2]];
-        const u64 c = step->offset[3] + bases[step->base[3]];
+        const u64 c = step->offset[3];
         int failed = 0;
         switch (step->kind) {
         case RECORD: failed = ((OfEvent)calls[RECORD])(a, stream); break;

@@ -56,12 +56,12 @@ Field = int | Behind
 
 
 class Step(ctypes.Structure):
-    """``MiStep`` of ``enqueue.c``: stream and three operands."""
+    """``MiStep`` of ``enqueue.c``: stream and three operands, the last a plain number."""
 
     _fields_ = (
         ("offset", ctypes.c_uint64 * 4),
-        ("base", ctypes.c_uint16 * 4),
-        ("kind", ctypes.c_uint64),
+        ("base", ctypes.c_uint16 * 3),
+        ("kind", ctypes.c_uint16),
     )
 
 
@@ -79,7 +79,7 @@ class Steps:
     """Writes a program down; addresses, sizes and values are fields."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[Kind, tuple[Field, Field, Field, Field]]] = []
+        self._rows: list[tuple[Kind, tuple[Field, Field, Field], int]] = []
         self._counted: dict[int, int] = {}
         self._kept: list[Any] = []
 
@@ -135,8 +135,8 @@ class Steps:
     def written(self) -> Program:
         """All of it. Counters are counted on before a call, so values lie before where they end."""
         steps = (Step * len(self._rows))()
-        for step, (kind, fields) in zip(steps, self._rows, strict=True):
-            step.kind = kind
+        for step, (kind, fields, number) in zip(steps, self._rows, strict=True):
+            step.kind, step.offset[3] = kind, number
             for place, field in enumerate(fields):
                 base, offset = (
                     (field.base, field.offset) if isinstance(field, Behind) else (NOTHING, field)
@@ -145,8 +145,8 @@ class Steps:
                 step.offset[place] = (offset - self._counted.get(base, 0)) & WORD
         return Program(steps, dict(self._counted), tuple(self._kept))
 
-    def _add(self, kind: Kind, stream: Field, a: Field, b: Field = 0, c: Field = 0) -> None:
-        self._rows.append((kind, (stream, a, b, c)))
+    def _add(self, kind: Kind, stream: Field, a: Field, b: Field = 0, c: int = 0) -> None:
+        self._rows.append((kind, (stream, a, b), c))
 
 
 Calls = Sequence[Any]
@@ -178,9 +178,9 @@ def in_python(calls: Calls) -> Callable[[Program, Any], tuple[int, int]]:
     copies = {Kind.DOWN: down, Kind.UP: up, Kind.ACROSS: across}
 
     def one(step: Step, bases: Any) -> int:
-        stream, a, b, c = (
-            (offset + bases[base]) & WORD
-            for offset, base in zip(step.offset, step.base, strict=True)
+        *behind, c = step.offset
+        stream, a, b = (
+            (offset + bases[base]) & WORD for offset, base in zip(behind, step.base, strict=True)
         )
         kind = step.kind
         if kind == Kind.RECORD:
