@@ -19,7 +19,7 @@ from metainfer.comm.peers import Place
 from metainfer.core.errors import InternalError, ModelError
 from metainfer.formats.block_codecs import BlockTensor
 from metainfer.formats.checkpoint import BlockCheckpoint
-from metainfer.formats.extents import split
+from metainfer.formats.extents import Shard, split
 from metainfer.formats.quant import RawTensor, Stored, dequantise
 from metainfer.formats.random_source import RandomSource
 from metainfer.formats.schemes import BLOCKS
@@ -217,25 +217,41 @@ def _read_part(source: TensorSource, spec: WeightSpec, mine: RankPart) -> list[S
                 "The weights do not belong to this config; fetch the checkpoint again.",
                 code="bad_shape",
             )
-        raws.append(_cut(raw, name, mine, spec.unit_of(spec.tensors.index(name))))
+        raws.append(_cut(raw, name, mine, spec, spec.tensors.index(name)))
     return raws
 
 
-def _cut(raw: Stored, name: str, mine: RankPart, unit: int) -> Stored:
-    """Rows or columns, between blocks that share a scale, in whole units; the tensor itself where
-    it is whole. What is lacking to the size of the largest part is zero."""
+def _cut(raw: Stored, name: str, mine: RankPart, spec: WeightSpec, tensor: int) -> Stored:
+    """Rows or columns of a weight's `tensor`, between blocks that share a scale; the tensor itself
+    where it is whole. What is lacking to the size of the largest part is zero."""
     if mine.cut not in ("rows", "columns") or mine.parts == 1:
         return raw
     dim = 0 if mine.cut == "rows" else 1
-    extent, what = raw.shape[dim], f"{mine.cut} of {name}"
+    shard_of = partial(
+        _shard,
+        raw.shape[dim],
+        mine,
+        spec.unit_of(tensor),
+        spec.grain_of(tensor),
+        what=f"{mine.cut} of {name}",
+    )
     if isinstance(raw, BlockTensor):
-        block = math.lcm(raw.format.block[dim], unit)
-        shards = split(extent, mine.parts, block, pad=block == unit, what=what)
-        return take(raw, dim, shards[mine.part])
-    block = BLOCKS.get(raw.scheme, (1, 1))[0] if dim else 1
+        return take(raw, dim, shard_of(raw.format.block[dim]))
+    return take_raw(raw, dim, shard_of(BLOCKS.get(raw.scheme, (1, 1))[0] if dim else 1))
+
+
+def _shard(extent: int, mine: RankPart, unit: int, grain: int, block: int, *, what: str) -> Shard:
+    """A rank's part in whole units, or where ranks are more, of one unit: its part in whole grains,
+    or all of it where it is one grain. Cuts fall between blocks of `block`."""
+    units, part, parts = extent // unit, mine.part, mine.parts
+    first = 0
+    if parts > units:
+        number, part = divmod(part, parts // units)
+        first, extent, parts = number * unit, unit, parts // units if grain < unit else 1
+        unit = grain
     block = math.lcm(block, unit)
-    shards = split(extent, mine.parts, block, pad=block == unit, what=what)
-    return take_raw(raw, dim, shards[mine.part])
+    found = split(extent, parts, block, pad=block == unit, what=what)[part % parts]
+    return replace(found, start=first + found.start)
 
 
 def _plain(raw: Stored, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor:
@@ -252,7 +268,7 @@ def _bias(source: TensorSource, spec: WeightSpec, mine: RankPart) -> torch.Tenso
     if not spec.bias or (mine.cut == "columns" and mine.part):
         return None
     part = mine if mine.cut == "rows" else WHOLE
-    raws = [_cut(source.read(n), n, part, spec.unit_of(i)) for i, n in enumerate(spec.bias)]
+    raws = [_cut(source.read(n), n, part, spec, i) for i, n in enumerate(spec.bias)]
     return torch.cat([dequantise(raw, torch.float32) for raw in raws])
 
 

@@ -44,7 +44,8 @@ class WeightSpec:
     `layer`: -1 outside the layers. `role`: whose layout packs it, ``weight`` or ``experts``.
     `dtype`: what a plain weight is kept in; empty for the model's own, `EXACT` for one that holds
     the stored numbers. `units`: of each tensor, the rows that no cut parts (of columns likewise,
-    where these are cut); empty: any may be cut.
+    where these are cut); empty: any may be cut. `grains`: what no cut parts where ranks are more
+    than units, which must be a multiple of them; a unit that is one grain is then copied.
     """
 
     name: str
@@ -57,9 +58,13 @@ class WeightSpec:
     role: str = "weight"
     dtype: str = ""
     units: tuple[int, ...] = ()
+    grains: tuple[int, ...] = ()
 
     def unit_of(self, tensor: int) -> int:
         return self.units[tensor] if self.units else 1
+
+    def grain_of(self, tensor: int) -> int:
+        return self.grains[tensor] if self.grains else self.unit_of(tensor)
 
     def kept_in(self, scheme: str, model: str) -> str:
         """The type of a plain weight stored as `scheme`, in a model of type `model`."""

@@ -34,7 +34,7 @@ from metainfer.planner.limits import (
 )
 from metainfer.planner.memory import MARGIN_PART, RESERVE_PART, CacheBudget, kv_rows, total
 from metainfer.planner.needs import Needs, longest_seen, needs_key, nothing_known
-from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, token_elements, weight_rows
+from metainfer.planner.weights import DTYPE_BYTES, Census, token_elements, weight_rows
 from metainfer.platform.facts import CPU, Facts
 
 UNKNOWN_MEMORY = "unknown_memory"
@@ -227,13 +227,10 @@ class Cards:
     def against_dealing(
         self, layout: LayoutPlan, packings: Mapping[str, Layout]
     ) -> tuple[Reason, ...]:
-        """Why a cache cannot be dealt over `layout.shards` ranks: they do not hold the same, or a
-        page does not divide."""
+        """Why pages cannot be dealt over `layout.shards` ranks: they do not divide. Whether ranks
+        hold the same is the family's to say (`Arch.layout_objections`)."""
         found = []
-        specs, groups = self._groups(of_decodes(layout), packings)
-        if specs != self._groups(WHOLE, packings)[0]:
-            text = f"{layout.tensor} tensor ranks keep KV heads of their own: nothing is held twice"
-            found.append(Reason("shards", text, {"ranks": layout.tensor}))
+        _, groups = self._groups(of_decodes(layout), packings)
         for group in groups:
             if group.page_entries % group.shards:
                 text = (

@@ -28,8 +28,8 @@ WHOLE, TWO = LayoutPlan(name="whole"), LayoutPlan(name="two", tensor=2)
 class Stored:
     """`count` equal tensors [n, k] of one site, in `scheme`; `bias`: how many of them have one.
 
-    `shared`: the tensors, where another site reads the same matrix; else empty. `unit`: rows, or
-    columns, that no cut parts.
+    `shared`: the tensors, where another site reads the same matrix; else empty. `unit`, `grain`:
+    rows, or columns, that no cut parts (see `WeightSpec`).
     """
 
     site: str
@@ -39,8 +39,16 @@ class Stored:
     n: int
     k: int
     unit: int
+    grain: int
     count: int
     bias: int = 0
+
+    def pieces(self, extent: int, ranks: int) -> tuple[int, int]:
+        """Into how many different parts `ranks` ranks cut `extent`, and what no cut parts."""
+        units = extent // self.unit
+        if ranks <= units:
+            return ranks, self.unit
+        return (units if self.grain == self.unit else ranks), self.grain
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,9 @@ class Census:
         """Matrix elements that one rank holds, by site; a shared matrix at each of its sites."""
         found: dict[str, int] = {}
         for each in self.matrices:
-            _, parts = self.cut(each, layout)
+            kind, parts = self.cut(each, layout)
+            if kind is Cut.ROWS:
+                parts, _ = each.pieces(each.n, parts)
             held = -(-each.n * each.k * each.count // parts)
             found[each.site] = found.get(each.site, 0) + held
         return found
@@ -108,13 +118,13 @@ def census(arch: Arch, scheme_of: Callable[[str], str]) -> Census:
     """Count a model's tensors; `scheme_of`: how each is stored."""
     specs = arch.packed_weights()
     uses = Counter(spec.tensors for spec in specs)
-    counts: dict[tuple[str, str, tuple[str, ...], str, int, int, int], int] = {}
-    biases: dict[tuple[str, str, tuple[str, ...], str, int, int, int], int] = {}
+    counts: dict[tuple[str, str, tuple[str, ...], str, int, int, int, int], int] = {}
+    biases: dict[tuple[str, str, tuple[str, ...], str, int, int, int, int], int] = {}
     for spec in specs:
         shared = spec.tensors if uses[spec.tensors] > 1 else ()
         head = (spec.site, spec.role, shared)
         kinds = Counter(
-            (scheme_of(name), shape[0], shape[1], spec.unit_of(index))
+            (scheme_of(name), shape[0], shape[1], spec.unit_of(index), spec.grain_of(index))
             for index, (name, shape) in enumerate(
                 zip(spec.tensors, spec.tensor_shapes(), strict=True)
             )
@@ -209,17 +219,15 @@ def _bytes(each: Stored, packing: Layout, width: int, kind: Cut, parts: int) -> 
         return packing.nbytes(each.scheme, n, k)
 
     uneven = each.scheme not in FORMATS and each.scheme not in BLOCKS
-    if kind is Cut.ROWS and (uneven or n % (parts * each.unit) == 0):
-        n = _part(n, parts, each.unit)
-        return count * nbytes(n, k) + each.bias * n * width
-    if kind is Cut.COLUMNS and (uneven or k % (parts * each.unit) == 0):
-        return count * nbytes(n, _part(k, parts, each.unit)) + bias
+    if kind in (Cut.ROWS, Cut.COLUMNS):
+        extent = n if kind is Cut.ROWS else k
+        parts, unit = each.pieces(extent, parts)
+        if uneven or extent % (parts * unit) == 0:
+            largest = -(-extent // (parts * unit)) * unit  # which all ranks allocate
+            if kind is Cut.COLUMNS:
+                return count * nbytes(n, largest) + bias
+            return count * nbytes(largest, k) + each.bias * largest * width
     if kind is Cut.EXPERTS and count % parts == 0:
         return count // parts * nbytes(n, k) + bias
     # A cut that is refused elsewhere still says about how much it would hold.
     return -(-count * nbytes(n, k) // parts) + bias
-
-
-def _part(extent: int, parts: int, unit: int) -> int:
-    """The largest part, which all ranks allocate."""
-    return -(-extent // (parts * unit)) * unit

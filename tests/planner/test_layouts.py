@@ -302,11 +302,21 @@ def test_a_share_of_half_a_block_is_refused_for_the_plan() -> None:
 
 
 def test_uneven_kv_heads_are_refused_for_now() -> None:
-    facts = with_cards(find_machine(SIX).facts, 16)
-    found = by_name(resolved(QWEN, facts))["tp16"]
+    facts = with_cards(find_machine(SIX).facts, 12)
+    found = by_name(resolved(QWEN, facts))["tp12"]
     assert not found.feasible
-    said = "8 KV heads, with their query heads, over 16 ranks, 1 each, leave a rank without any"
+    said = "8 KV heads, with their query heads, over 12 ranks, 1 each, leave a rank without any"
     assert said in [reason.message for reason in found.reasons]
+
+
+def test_kv_heads_are_copied_where_ranks_are_a_multiple_of_them() -> None:
+    """8 KV heads of 128 channels over 16 cards: one on each of two, two query heads beside it."""
+    facts = with_cards(find_machine(SIX).facts, 16)
+    found = by_name(resolved(QWEN, facts))["tp16"].held
+    assert found is not None
+    assert found.groups[0].form.bytes == 2 * 128 * 2
+    assert sites(found)["linear.qkv"] == 36 * (2 + 1 + 1) * 128 * 4096 * 2
+    assert sites(found)["linear.o"] == 36 * 2 * 128 * 4096 * 2
 
 
 def test_a_context_that_does_not_fit_says_what_would() -> None:

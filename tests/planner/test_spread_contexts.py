@@ -329,6 +329,55 @@ def test_heads_of_their_own_are_not_dealt() -> None:
     assert reason.code == "shards" and "nothing is held twice" in reason.message
 
 
+@cache
+def sixteen() -> Resolved:
+    """Qwen3-8B, 8 KV heads of 128 channels with 4 query heads each, on sixteen cards."""
+    facts = known_rate()
+    facts = replace(facts, devices=facts.devices[:1] * 16)
+    intent = Intent(model=QWEN, context=8192, concurrency=8)
+    return replace(describe(EIGHT), facts=facts).resolve(open_model(QWEN), intent)
+
+
+def test_copied_heads_are_dealt_over_those_that_hold_them() -> None:
+    whole, dealt = of("tp16", sixteen()).held, of("tp16cs2", sixteen()).held
+    assert whole is not None and dealt is not None
+    assert 2 * dealt.groups[0].page_bytes == whole.groups[0].page_bytes
+    (fewer, more) = (of(name, sixteen()).pairs[-1] for name in ("tp16", "tp16cs2"))
+    assert fewer[0] == more[0] == 40_960 and more[1] > 1.9 * fewer[1]
+    for name, said in (
+        ("tp16cs4", "2 ranks hold each KV head, which are not groups of 4"),
+        ("2xtp8cs2", "8 tensor ranks keep KV heads of their own: nothing is held twice"),
+        ("cp16/tp16cs2", "2 ranks hold copies of each KV head, and a pair's chunks would compute "
+         "them 2 times"),
+    ):  # fmt: skip
+        assert said in [reason.message for reason in of(name, sixteen()).reasons], name
+
+
+def test_every_reason_against_a_dealt_cache_of_heads_is_told_at_once() -> None:
+    """Windows bound each layer's cache, one query head cannot be cut, eight are no part of two."""
+    found = planned("random:tiny-mistral", context=256)
+    messages = [reason.message for reason in of("tp8cs8", found).reasons]
+    assert messages == [
+        "3 query heads of a KV head over 4 ranks, 1 each, leave a rank without any",
+        "4 ranks hold each KV head, which are not groups of 8",
+        "every layer has a window: no cache grows with the context, nothing is dealt",
+    ]
+
+
+def test_dealt_heads_are_priced_by_hand() -> None:
+    """A decode step: half of the keys are read; queries and outputs of four heads pass in each
+    layer, and logarithms, priced as those of 512 channels with a window beside."""
+    whole, dealt = cost("tp16", sixteen()), cost("tp16cs2", sixteen())
+    before, after = whole.decode(4, 8000), dealt.decode(4, 8000)
+    keys = 4 * 4 * 8000 * 2 * 128 * 2  # layers, tokens, keys, K and V of one head
+    assert before.moved - after.moved == keys / 2
+    assert (after.flops, after.attention) == (before.flops, before.attention)
+    tree = from_facts(replace(known_rate(), devices=known_rate().devices[:1] * 16)).group(2, 16)
+    heads = direct(tree, 4 * 4 * 128 * 2, through_host=not tree.peer)
+    logs = direct(tree, 4 * (2 + 1) * 4 * 128 * 2 // 256, through_host=not tree.peer)
+    assert (after.sent - before.sent) * 1e6 == pytest.approx(4 * (2 * heads + logs))
+
+
 @pytest.mark.parametrize("name", ["tp8cs8", "cp8/tp8cs4"])
 def test_a_dealt_cache_runs_where_it_is_asked_for(name: str) -> None:
     assert planned(parallel=name).refusal() is None

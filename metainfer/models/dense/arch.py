@@ -39,7 +39,8 @@ TYPICAL_CONTEXT = 1024
 class DenseArch:
     """Everything that shapes a dense model. Widths in elements, `windows` in tokens (0 = full).
 
-    `ranks`: how many share each matrix; of one rank, heads and ffn are its own.
+    `ranks`: how many share each matrix; of one rank, heads and ffn are its own. `shards`: ranks
+    over which keys and values of whole sequences are dealt.
     """
 
     family: str
@@ -61,6 +62,7 @@ class DenseArch:
     qk_norm: bool
     eos_token_ids: tuple[int, ...] = ()
     ranks: int = 1
+    shards: int = 1
     adapters: AdapterSet | None = None
 
     @property
@@ -139,6 +141,7 @@ class DenseArch:
                 layer,
                 rows,
                 units=units,
+                grains=(self.head_dim,) * len(units),
             )
 
         hidden, ffn, head = self.hidden, self.ffn, self.head_dim
@@ -206,13 +209,21 @@ class DenseArch:
             ask("swiglu", {"f": self.ffn}, layers),
             ask("sample", {"v": self.vocab_size, "rows": logit_rows}, 1),
         ]
-        seqs = rows if phase in (Phase.DECODE, Phase.VERIFY) else 1
+        short = phase in (Phase.DECODE, Phase.VERIFY)  # else a dealt cache is read as a copy
         context = min(self.max_context, TYPICAL_CONTEXT)
-        span = {**heads, "page": page_tokens, "seqs": seqs, "context": context}
-        windowed = max(self.windows)
-        if windowed:
-            span["window"] = windowed
-        found.append(ask("attn_paged", span, layers, *(("window",) if windowed else ())))
+        span = {**heads, "seqs": rows if short else 1, "context": context}
+        whole = layers
+        if self.shards > 1 and short:
+            whole -= self.windows.count(0)
+            part = {"hq": self.heads * self.shards, "shards": self.shards}
+            page = page_tokens // self.shards
+            found.append(ask("attn_paged_part", {**span, **part, "page": page}, layers - whole))
+            width = {"d": self.head_dim, "rotated": 0}
+            found.append(ask("attn_weigh", {**width, **part}, layers - whole))
+        if whole:
+            windowed = max(self.windows)
+            shape = {**span, "page": page_tokens} | ({"window": windowed} if windowed else {})
+            found.append(ask("attn_paged", shape, whole, *(("window",) if windowed else ())))
         for spec in (*self._layer_matrices(0), self.packed_weights()[-1]):
             shape = {"n": spec.shape[0], "k": spec.shape[1]}
             if spec.layer < 0:

@@ -195,17 +195,39 @@ class DenseModel:
         ops.kv_write(k, v, held.k, held.v, group.slots)
         if spread is not None:
             spread.share(held, cache, part)
-        out: torch.Tensor = ops.attn_paged(
-            q,
-            held.k,
-            held.v,
-            group.pages,
-            inputs.query_start,
-            inputs.context_lens,
-            scale=arch.scale,
-            window=layer.window,
-        )  # [T, Hq, D]
+        if held.parts > 1:
+            out = self._over_parts(q, held, inputs, ops)
+        else:
+            out = ops.attn_paged(
+                q,
+                held.k,
+                held.v,
+                group.pages,
+                inputs.query_start,
+                inputs.context_lens,
+                scale=arch.scale,
+                window=layer.window,
+            )  # [T, Hq, D]
         return out.view(tokens, arch.heads * arch.head_dim)
+
+    def _over_parts(
+        self, q: torch.Tensor, cache: PagedLayerCache, inputs: SegmentInputs, ops: PhaseOps
+    ) -> torch.Tensor:
+        """Attention [T, Hq, D] over keys and values that are dealt over ranks: each attends with
+        the queries of all of them to the keys that it holds."""
+        dealt = self.dealt
+        mixed, log = ops.attn_paged_part(
+            dealt.heads(q),
+            cache.k,
+            cache.v,
+            inputs.groups[cache.group].pages,
+            dealt.held(inputs.positions + 1),
+            inputs.query_start,
+            scale=self.arch.scale,
+        )  # [T, N Hq, D], [T, N Hq]
+        logs = dealt.logs(log)
+        shares = ops.attn_weigh(q, mixed, logs, None, None, inputs.positions, rank=dealt.rank)
+        return dealt.merged(shares)
 
     def _norm_of(self, index: int) -> torch.Tensor:
         return self.layers[index].attn_norm if index < len(self.layers) else self.norm
