@@ -9,7 +9,9 @@ from torch import Tensor
 
 from metainfer.comm.api import Communicator
 from metainfer.comm.backends.cuda import SLOT_BYTES, host_slot_bytes
-from metainfer.comm.backends.emulated import DeviceWait, EmulatedComm, HostWait, Price, Wait, Waited
+from metainfer.comm.backends.emulated import EmulatedComm, HostWait, Price, Wait, Waited
+from metainfer.comm.backends.emulated_card import DeviceWait
+from metainfer.comm.model import host_bytes
 from metainfer.comm.peers import Linked, Place, Ranks
 from metainfer.comm.pieces import Slots
 from metainfer.comm.plan import AUTO, CommPlan
@@ -108,9 +110,10 @@ def traffic(plan: CommPlan) -> tuple[int, int]:
     n, size = request.world, request.bytes
     ring = 2 * (n - 1) * size // n
     if request.op is Op.ALL_REDUCE:
-        if plan.algorithm == "one_shot":
-            return (size if through_host else (n - 1) * size), (n - 1) * size
-        return (size + size // n if through_host else ring), ring
+        if through_host:
+            down, up = host_bytes(plan.algorithm, n, size)
+            return int(down), int(up)
+        return ((n - 1) * size,) * 2 if plan.algorithm == "one_shot" else (ring, ring)
     part, rest = size // n, (n - 1) * size // n
     if request.op is Op.ALL_GATHER:
         return (part if through_host else (n - 1) * part), rest
@@ -126,7 +129,7 @@ def _communicator(wait: Wait, tree: Topology, method: str, experts: int) -> Comm
         asked = f"{plan.backend}:{plan.algorithm}"
         (offer,) = (each for each in offers(plan.request, able, tree) if each.key == asked)
         assert offer.us is not None, f"{asked} has no price"
-        return Price(offer.us, *traffic(plan))
+        return Price(offer.us, *traffic(plan), plan.algorithm == COPY)
 
     backend = EmulatedComm(wait, price, experts)
     names = (*CUDA_BACKENDS, f"host:{COPY}")

@@ -370,44 +370,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) mi_add(const __grid_constan
     mi_sum(&call, call.out + begin * call.width, from, end - begin);
 }
 
-// ---- one rank alone: its peers are not there, their time is ---------------------------------------
-
-extern "C" __global__ void mi_mark(mi_u64 *at) { *at = mi_now(); }
-
-// What this rank would put on its link and take from it, through host memory, then nothing until `ns`
-// after *mark. `from`: `size` bytes, sent over and over until `down` are. `host` and `scratch` have
-// `room` bytes. `seen`, in host memory: calls, their ns in all, calls whose bytes alone took longer
-// than `ns`, by how many ns in all.
-typedef struct {
-    mi_u64 mark, from, size, host, scratch, room, down, up, ns, seen;
-} MiAlone;
-
-MI_FN void mi_over_and_over(mi_u64 to, mi_u32 to_packs, mi_u64 from, mi_u32 from_packs, mi_u64 bytes) {
-    mi_u64 begin, end;
-    mi_stripe(bytes / 16, 1, &begin, &end);
-    if (to_packs == 0 || from_packs == 0) return;
-    for (mi_u32 i = (mi_u32)begin + MI_TID; i < (mi_u32)end; i += MI_THREADS)
-        store_pack(to + i % to_packs * 16ull, load_pack(from + i % from_packs * 16ull));
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) mi_alone(const __grid_constant__ MiAlone call) {
-    const mi_u32 room = (mi_u32)(call.room / 16);
-    mi_over_and_over(call.host, room, call.from, (mi_u32)(call.size / 16), call.down);
-    mi_over_and_over(call.scratch, room, call.host, room, call.up);
-    __syncthreads();
-    if (MI_TID != 0) return;
-    const mi_u64 begin = *(const volatile mi_u64 *)call.mark, moved = mi_now() - begin;
-    while (mi_now() - begin < call.ns) mi_relax(65);
-    if (MI_BID != 0) return;
-    volatile mi_u64 *const seen = (volatile mi_u64 *)call.seen;
-    seen[0] += 1;
-    seen[1] += mi_now() - begin;
-    if (moved > call.ns) {
-        seen[2] += 1;
-        seen[3] += moved - call.ns;
-    }
-}
-
 // A slab that has made `calls` calls.
 extern "C" __global__ void mi_clear(mi_u64 slab, mi_u64 state, mi_u64 calls) {
     for (mi_u64 at = MI_TID * 8ull; at < MI_HEAD; at += MI_THREADS * 8ull) {

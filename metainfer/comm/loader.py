@@ -1,4 +1,4 @@
-"""``kernels.cu`` as a cubin, one for each kind of group; see `kernels.cubin`."""
+"""``kernels.cu`` as a cubin, one for each kind of group, and ``alone.cu``; see `kernels.cubin`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ class Variant:
         plain = () if self.rows else ("-DMI_PLAIN",)
         defines = (f"-DMI_N={self.world}", f"-DMI_TYPE={self.type}", *plain)
         return cubin.Source("comm", FOLDER / "kernels.cu", HEADERS, defines)
+
+
+ALONE = cubin.Source("comm-alone", FOLDER / "alone.cu", HEADERS)
+"""One rank alone on a card, whatever its group."""
 
 
 def build(variant: Variant, arch: str) -> tuple[bytes | None, Verdict, str]:

@@ -10,26 +10,23 @@ What peers bring, so that a step stays of its usual kind (no answer of it means 
   experts get just the mean load.
 
 How long: as long as the plan's backend is predicted to need on the machine that is named, from the
-call's beginning on. A device also moves the bytes that this rank would send and receive over its
-own link, through pinned host memory. Calls that take longer than was predicted are counted as late.
+call's beginning on. A device (`emulated_card.py`) also moves the bytes that this rank would send
+and receive over its own link. Calls that take longer than was predicted are counted as late.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from metainfer.comm import driver, layout
 from metainfer.comm.backends.calls import checked
-from metainfer.comm.backends.cuda import MAX_THREADS, module
-from metainfer.comm.loader import Variant
 from metainfer.comm.plan import CommPlan
 from metainfer.comm.request import Op, Request, shard
 from metainfer.core.errors import InternalError
@@ -37,9 +34,54 @@ from metainfer.core.errors import InternalError
 NOISE_STD = 0.02
 NOISE = 1 << 22
 """Elements of the noise; longer messages get it over and over."""
-ROOM = 32 << 20
-"""Bytes of host memory that messages go through, over and over."""
-BLOCK_BYTES = 16 << 10
+
+
+class Form(IntEnum):
+    """What a result is made of; the codes of ``alone.cu``."""
+
+    STAYS = 0  # what it is
+    PARTS = 1  # this rank's rows for every rank, each turned further than the one before
+    IDS = 2  # this rank's ids for every rank, each further on
+    NOISY = 3  # this rank's elements with noise
+    TIMES = 4  # this rank's counts times the ranks
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """One call's result: `out` of `given`. `world` parts of `rows` [rows, width]; a part is turned
+    by `turn` elements more than the one before, ids are ``experts / world`` further on."""
+
+    form: Form
+    given: Tensor
+    out: Tensor
+    world: int = 1
+    rows: int = 1
+    width: int = 0
+    turn: int = 0
+    experts: int = 0
+    noise: Tensor | None = None
+
+    def fill(self) -> None:
+        """The definition, in torch."""
+        if self.form is Form.PARTS:
+            self._turned()
+        elif self.form is Form.IDS:
+            ahead = torch.arange(self.world, dtype=self.given.dtype) * self.experts // self.world
+            parts = self.given.view(1, -1) + ahead.view(-1, 1)
+            self.out.view(self.world, -1).copy_(parts.remainder_(self.experts))
+        elif self.form is Form.NOISY:
+            assert self.noise is not None
+            for begin in range(0, self.width, NOISE):
+                part = self.given[begin : begin + NOISE]
+                torch.add(part, self.noise[: part.numel()], out=self.out[begin : begin + NOISE])
+        elif self.form is Form.TIMES:
+            torch.mul(self.given, self.world, out=self.out)
+
+    def _turned(self) -> None:
+        rows = self.given.view(self.rows, self.width)
+        twice = torch.cat((rows, rows), dim=1)  # [rows, 2 width]: a turned row is a slice of it
+        shape = (self.world, self.rows, self.width)
+        self.out.view(shape).copy_(twice.as_strided(shape, (self.turn, 2 * self.width, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +108,20 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """One collective as predicted: microseconds, and bytes that this rank sends and receives."""
+    """One collective as predicted: microseconds, bytes that this rank sends and receives, and
+    whether copy engines carry them."""
 
     us: float
     down: int = 0
     up: int = 0
+    copied: bool = False
 
 
 class Wait(Protocol):
-    """How a device lets time pass. One collective at a time."""
+    """How a device stands in and lets time pass. One collective at a time."""
 
-    def begin(self) -> None: ...
-
-    def finish(self, price: Price, given: Tensor) -> None:
-        """Return, or let the stream go on, `price.us` after `begin`."""
+    def carry(self, call: StandIn, price: Price) -> None:
+        """Fill ``call.out`` and return, or let the stream go on, after `price.us`."""
         ...
 
     def seen(self) -> Waited: ...
@@ -100,55 +142,48 @@ class EmulatedComm:
         price = self._prices.get(request)
         if price is None:
             price = self._prices[request] = self._price(plan)
-        self._wait.begin()
-        self._stand_in(request, given, out)
-        self._wait.finish(price, given)
+        self._wait.carry(self._stand_in(request, given, out), price)
         return out
 
     def close(self) -> None:
         self._noise.clear()
 
-    def _stand_in(self, request: Request, given: Tensor, out: Tensor) -> None:
+    def _stand_in(self, request: Request, given: Tensor, out: Tensor) -> StandIn:
+        world, flat = request.world, given.view(-1)
         if request.op is Op.ALL_GATHER:
-            _gathered(given, out, request.world, self._experts)
-        elif request.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+            return self._gathered(given, out, world)
+        if request.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
             begin, end = 0, request.count
             if request.op is Op.REDUCE_SCATTER:
-                begin, end = shard(request.count, request.world, 0)
-            self._summed(given.view(-1)[begin:end], out.view(-1), request.world)
-        elif request.op is not Op.BARRIER and out.data_ptr() != given.data_ptr():
-            out.copy_(given)
+                begin, end = shard(request.count, world, 0)
+            part, form = flat[begin:end], Form.TIMES
+            noise = None
+            if given.is_floating_point():
+                form, noise = Form.NOISY, self._noise_like(given)
+            return StandIn(form, part, out.view(-1), world, width=end - begin, noise=noise)
+        if request.op is Op.BARRIER or out.data_ptr() == given.data_ptr():
+            return StandIn(Form.STAYS, flat, out.view(-1))
+        return StandIn(Form.PARTS, flat, out.view(-1), width=flat.numel())
 
-    def _summed(self, given: Tensor, out: Tensor, world: int) -> None:
-        if not given.is_floating_point():
-            torch.mul(given, world, out=out)
-            return
+    def _gathered(self, given: Tensor, out: Tensor, world: int) -> StandIn:
+        """`out` [world, *given.shape]: this rank's part first."""
+        if out.numel() != world * given.numel():
+            raise InternalError("a rank alone gathers equal parts only")
+        size = given.numel()
+        if given.is_floating_point():
+            width = given.shape[-1]
+            rows = size // width if width else 0
+            return StandIn(Form.PARTS, given, out, world, rows, width, width // world)
+        ids = self._experts and given.dtype != torch.uint8
+        form = Form.IDS if ids else Form.PARTS
+        return StandIn(form, given, out, world, width=size, experts=self._experts)
+
+    def _noise_like(self, given: Tensor) -> Tensor:
         key = (given.dtype, given.device)
         if key not in self._noise:
             drawn = torch.randn(NOISE, generator=torch.Generator().manual_seed(0)) * NOISE_STD
             self._noise[key] = drawn.to(given.device, given.dtype)
-        noise = self._noise[key]
-        for begin in range(0, given.numel(), NOISE):
-            part = given[begin : begin + NOISE]
-            torch.add(part, noise[: part.numel()], out=out[begin : begin + NOISE])
-
-
-def _gathered(given: Tensor, out: Tensor, world: int, experts: int) -> None:
-    """Fill `out` [world, *given.shape]: this rank's part first."""
-    if out.numel() != world * given.numel():
-        raise InternalError("a rank alone gathers equal parts only")
-    parts = out.view(world, *given.shape)
-    if not given.is_floating_point():
-        parts.copy_(given.expand(world, *given.shape))
-        if experts and given.dtype != torch.uint8:
-            ahead = torch.arange(world, dtype=given.dtype, device=given.device) * experts // world
-            parts.add_(ahead.view(world, *[1] * given.dim())).remainder_(experts)
-        return
-    rows = given.reshape(-1, given.shape[-1])
-    width = rows.shape[1]
-    twice = torch.cat((rows, rows), dim=1)  # [T, 2 D]: a turned row is a slice of it
-    turned = twice.as_strided((world, *rows.shape), (width // world, 2 * width, 1))
-    parts.copy_(turned.view(world, *given.shape) if given.dim() == 1 else turned.reshape_as(parts))
+        return self._noise[key]
 
 
 class HostWait:
@@ -160,71 +195,20 @@ class HostWait:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._clock, self._sleep = clock, sleep
-        self._mark = 0.0
         self._seen = Waited()
 
-    def begin(self) -> None:
-        self._mark = self._clock()
-
-    def finish(self, price: Price, given: Tensor) -> None:
-        due = self._mark + price.us / 1e6
+    def carry(self, call: StandIn, price: Price) -> None:
+        begin = self._clock()
+        call.fill()
+        due = begin + price.us / 1e6
         late = self._clock() - due
         while (left := due - self._clock()) > 0:
             if left > 1e-3:
                 self._sleep(left - 0.5e-3)
             else:
                 os.sched_yield()
-        us = (self._clock() - self._mark) * 1e6
+        us = (self._clock() - begin) * 1e6
         self._seen += Waited(1, us, int(late > 0), max(0.0, late) * 1e6)
 
     def seen(self) -> Waited:
         return self._seen
-
-
-class _Alone(ctypes.Structure):
-    """``MiAlone`` of ``kernels.cu``."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in ("mark", "input", "size", "host", "scratch", "room", "down", "up", "ns", "seen")
-    )
-
-
-class DeviceWait:
-    """Time on the device's clock, on the current stream; may be captured in a graph."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._mark = torch.zeros(1, dtype=torch.int64, device=f"cuda:{index}")
-        self._scratch = torch.empty(ROOM, dtype=torch.uint8, device=f"cuda:{index}")
-        self._host = torch.zeros(ROOM, dtype=torch.uint8).pin_memory()
-        self._counts = torch.zeros(4, dtype=torch.int64).pin_memory()
-        loaded = module(Variant(2, layout.BYTES), index)
-        self._begin, self._alone = loaded.function("mi_mark"), loaded.function("mi_alone")
-
-    def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self._index).cuda_stream)
-
-    def begin(self) -> None:
-        self._begin(1, 1, self._stream(), [driver.u64(self._mark.data_ptr())])
-
-    def finish(self, price: Price, given: Tensor) -> None:
-        call = _Alone(
-            mark=self._mark.data_ptr(),
-            input=given.data_ptr(),
-            size=given.numel() * given.element_size() if given.data_ptr() % 16 == 0 else 0,
-            host=self._host.data_ptr(),
-            scratch=self._scratch.data_ptr(),
-            room=ROOM,
-            down=price.down,
-            up=price.up,
-            ns=int(price.us * 1e3),
-            seen=self._counts.data_ptr(),
-        )
-        blocks = min(layout.BLOCKS, max(1, -(-max(price.down, price.up) // BLOCK_BYTES)))
-        self._alone(blocks, MAX_THREADS, self._stream(), [call])
-
-    def seen(self) -> Waited:
-        """Of what the device is done with."""
-        calls, ns, late, late_ns = self._counts.tolist()
-        return Waited(calls, ns / 1e3, late, late_ns / 1e3)
