@@ -40,6 +40,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,11 @@ def rows(engine: Engine, args: argparse.Namespace, found: list[Report], each: St
         for times, tokens in (TOGETHER if cuda else ((2, 64),))
     ]
     for name, measure in measures:
+        before = engine.waited
         found.append(row(name, measure(), 0.0))
+        after = engine.waited
+        if before is not None and after is not None:
+            found[-1]["waited"] = asdict(after - before)
         each()
 
 
