@@ -3,8 +3,8 @@
     python benchmarks/predictions.py [--out docs/predictions.md] [--json]
 
 The numbers were public before the model was: these are explanations, not forecasts. What counts is
-that one law with two seeds (half of the bound, a fifth to the whole as band) meets all of them, and
-that a row outside of its band is shown as such.
+that one law with the same seeds (`planner.bound`) meets all of them, and that a row outside of its
+band is shown as such.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from metainfer.core.intent import Intent
 from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
 from metainfer.planner.amounts import Amounts
+from metainfer.planner.bound import HIGH, LOW, RATE_SHARE, READ_SHARE, Bound, bound
 from metainfer.planner.opening import open_model
-from metainfer.planner.steps import HIGH, LOW, SHARE, Bound, StepCost, bound
+from metainfer.planner.steps import StepCost
 from metainfer.planner.work import RankWork
 from metainfer.platform.facts import Facts
 from metainfer.platform.machine_catalog import find_machine
@@ -125,11 +126,11 @@ def decode_seconds(row: Row, context: int) -> float:
 
 
 def _rated(per_second: float) -> Predicted:
-    return Predicted(per_second, per_second * LOW / SHARE, per_second * HIGH / SHARE)
+    return Predicted(per_second, per_second * LOW, per_second * HIGH)
 
 
 def _timed(seconds: float) -> Predicted:
-    return Predicted(seconds, seconds * SHARE / HIGH, seconds * SHARE / LOW)
+    return Predicted(seconds, seconds / HIGH, seconds / LOW)
 
 
 def _gemm(row: Row) -> Predicted:
@@ -163,7 +164,7 @@ def _capacity(row: Row) -> Predicted:
 def _h3(row: Row) -> Predicted:
     rate = price_of(row).rate
     assert rate is not None
-    return _timed(stated_models.H3_FLOPS / (8 * rate) / SHARE)
+    return _timed(stated_models.H3_FLOPS / (8 * rate) / RATE_SHARE)
 
 
 PREDICT: dict[str, Callable[[Row], Predicted]] = {
@@ -236,10 +237,10 @@ def _table(judged: Iterable[Judged]) -> list[str]:
 HEAD = f"""# Predictions
 
 Written by `python benchmarks/predictions.py`; do not edit. Every figure that others published
-beside the planner's uncalibrated cost model: half of the bound from bytes, FLOPs and links, with a
-band from a fifth of the bound to the whole of it. The figures were public before the model: these
-rows show where one law holds and where it does not. Error: predicted over the nearer published end,
-less one.
+beside the planner's uncalibrated cost model: bytes at {READ_SHARE:g} of the device's rate, FLOPs at
+{RATE_SHARE:g} of it, a little for each kernel, messages by the model of the links; the band goes
+from {LOW:g} to {HIGH:g} of that speed. The figures were public before the model: these rows show
+where one law holds and where it does not. Error: predicted over the nearer published end, less one.
 
 Assumed where machine files are silent: {RATE / 1e12:.0f} TFLOP/s of bf16 on an RTX PRO 6000 (what a
 published video run sustained on each of eight cards; a field report of one GEMM says 76 to 166),

@@ -19,13 +19,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from metainfer.comm.model import Formula, copied_gather, nccl_through_host
+from metainfer.comm.model import nccl_through_host
+from metainfer.comm.request import Op
 from metainfer.core.intent import Intent
 from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
 from metainfer.planner.amounts import Amounts
 from metainfer.planner.calibration import Calibration, Sample, calibrate
-from metainfer.planner.exchange import Exchange, Sent
+from metainfer.planner.exchange import AROUND_US, Exchange, Sent
 from metainfer.planner.layouts import prompt_domains
 from metainfer.planner.opening import open_model
 from metainfer.planner.steps import StepCost
@@ -85,15 +86,13 @@ class ByNccl(Exchange):
     """The same exchanges carried by NCCL through host memory."""
 
     def _reduced(self, sent: Sent, ranks: int, size: float) -> float:
-        return nccl_through_host(self._group(ranks), int(size))
+        return AROUND_US + nccl_through_host(self._group(ranks), int(size))
 
-    def _direct(
-        self, sent: Sent, ranks: int, size: float, copied: Formula = copied_gather
-    ) -> float:
-        return nccl_through_host(self._group(ranks), int(size / 2))
+    def _direct(self, sent: Sent, ranks: int, size: float, op: Op = Op.ALL_GATHER) -> float:
+        return AROUND_US + nccl_through_host(self._group(ranks), int(size / 2))
 
     def _broadcast(self, ranks: int, size: float) -> float:
-        return nccl_through_host(self._group(ranks), int(size / 2))
+        return AROUND_US + nccl_through_host(self._group(ranks), int(size / 2))
 
 
 class NcclCost(StepCost):

@@ -12,7 +12,8 @@ from metainfer.core.step import Phase
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.form import plain
 from metainfer.kv.book.spec import CacheSpec, GroupKind, form_groups
-from metainfer.planner.steps import HIGH, LOW, SHARE, Bound, StepCost, bound
+from metainfer.planner.bound import HIGH, LOW, Bound, bound
+from metainfer.planner.steps import StepCost
 from metainfer.platform.facts import Facts
 from metainfer.scheduler.config import SchedulerConfig
 from metainfer.simulator.outcome import percentile
@@ -52,12 +53,12 @@ def world(cost: StepCost, price: Bound, running: int, context: int) -> World:
 
 
 def glm_price(facts: Facts, rate: float) -> tuple[StepCost, Bound]:
-    """GLM on eight cards with the share of the bound at which it prefills `rate` tok/s."""
+    """GLM on eight cards, as much slower than predicted as makes it prefill `rate` tok/s."""
     cost = StepCost(stated_models.glm(8), from_facts(facts))
     found = bound(facts, "bfloat16")
     assert found is not None
-    seconds = found(Phase.CHUNK, cost.prefill(8192, 8192))
-    return cost, replace(found, share=SHARE * rate / (8192 / seconds))
+    amounts = cost.prefill(8192, 8192)
+    return cost, replace(found, slower=(8192 / rate) / found(Phase.CHUNK, amounts))
 
 
 def closed_loop(assume: Assume) -> tuple[list[str], dict[str, object]]:
@@ -148,7 +149,7 @@ def curves(assume: Assume, flash: Flash) -> tuple[list[str], dict[str, object]]:
     for model, points in PUBLISHED.items():
         ours = found[f"{model}, 8x B300"]
         for level, rate in points.items():
-            inside = LOW / SHARE * ours[level] <= rate <= HIGH / SHARE * ours[level]
+            inside = LOW * ours[level] <= rate <= HIGH * ours[level]
             lines.append("") if level == min(points) else None
             lines.append(
                 f"- {model}, B300, C{level}: published {rate:,}, simulated {ours[level]:,.0f} "

@@ -33,6 +33,8 @@ class GlmCosts:
     key: float = 78 * 139_264.0  # 2 H (2 r + d) of the absorbed form
     scored: float = 21 * 8192.0  # 2 H_i 128 a key
     row: float = 656.0
+    layer_launches: float = 35
+    exact_logits: bool = True
 
     def distinct_experts(self, tokens: int) -> float:
         return 256 * (1 - (1 - 8 / 256) ** tokens)
@@ -53,6 +55,8 @@ class V41Costs:
 
     hidden: int = 5120
     experts_per_token: int = 6
+    layer_launches: float = 41
+    exact_logits: bool = True
 
     def distinct_experts(self, tokens: int) -> float:
         return 384 * (1 - (1 - 6 / 384) ** tokens)

@@ -193,14 +193,21 @@ def host_limit_us(
 
 
 def direct(
-    topology: Topology, size: int, costs: Costs = SEEDS, *, through_host: bool = False
+    topology: Topology,
+    size: int,
+    costs: Costs = SEEDS,
+    *,
+    through_host: bool = False,
+    parted: bool = False,
 ) -> float:
-    """All-gather, reduce-scatter and all-to-all of `size` bytes in one phase."""
+    """All-gather, reduce-scatter and all-to-all of `size` bytes in one phase. `parted`: what a rank
+    sends differs by peer, as in all but a gather, so it goes down once for each."""
     n = topology.world
     moved = (n - 1) / n * size
     if through_host:
-        rate = _by_kernels(topology)
-        return costs.floor + costs.host_handshake + (size / n + moved) / rate * 1e6
+        down = moved if parted else size / n
+        wire = (down + moved) / _by_kernels(topology) * 1e6
+        return costs.floor + costs.host_handshake + wire
     port = moved / (topology.link_bytes_s * eta(n - 1)) * 1e6
     wire = max(port, _crossing(topology, _halves(topology) * size / 2))
     return costs.floor + handshake(topology, costs) + wire

@@ -191,5 +191,8 @@ def _estimate(
     if request.op is Op.ALL_REDUCE:
         formulas = model.PEER if backend == "ipc" else model.HOST
         return formulas[algorithm](tree, request.bytes, costs)
-    formula = model.broadcast if request.op is Op.BROADCAST else model.direct
-    return formula(tree, request.bytes, costs, through_host=backend == "host")
+    by_host = backend == "host"
+    if request.op is Op.BROADCAST:
+        return model.broadcast(tree, request.bytes, costs, through_host=by_host)
+    parted = request.op is not Op.ALL_GATHER
+    return model.direct(tree, request.bytes, costs, through_host=by_host, parted=parted)

@@ -22,6 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metainfer.comm import model as links
+from metainfer.comm.plan_offers import COPIED
+from metainfer.comm.request import Op
 from metainfer.comm.topology import Topology
 from metainfer.models.arch import TOGETHER
 from metainfer.planner.dispatch import LEAST
@@ -38,6 +40,9 @@ ROUTE_BYTES = 8
 """Of an expert's number for a token with its weight."""
 LOGIT_BYTES = 4
 """Of a logit in float32."""
+AROUND_US = 10.0
+"""Of a message beside what `comm.model` says of it: kernels that no process alone has, and waiting
+for the slower rank. Recorded decode steps of two and of eight ranks leave 8 to 17 (seed)."""
 LOG_PART = 1 / 256
 """A float32 log-sum of a head beside its output: 512 channels of two bytes."""
 
@@ -45,13 +50,15 @@ LOG_PART = 1 / 256
 @dataclass(frozen=True, slots=True)
 class Sent:
     """What a step sends by. `tokens`: of a rank; `scored` of them need logits. `new`: tokens of a
-    domain's prompts, with `before` cached in front of them; `decoding`: its decoding tokens."""
+    domain's prompts, with `before` cached in front of them; `decoding`: its decoding tokens.
+    `eager`: op by op; copy engines are no part of a graph."""
 
     tokens: int
     scored: int
     new: int = 0
     before: int = 0
     decoding: int = 0
+    eager: bool = False
 
 
 def query_bytes(work: RankWork) -> float:
@@ -112,7 +119,7 @@ class Exchange:
             each += self._reduced(sent, expert, every)
             each += self._reduced(sent, tensor, self._row(sent))
         else:
-            each += self._direct(sent, expert, every, links.copied_scatter)
+            each += self._direct(sent, expert, every, Op.REDUCE_SCATTER)
         return work.layers * each
 
     def _rows(self, sent: Sent) -> float:
@@ -149,28 +156,25 @@ class Exchange:
     def _row(self, sent: Sent) -> float:
         return float(sent.tokens * self._work.costs.hidden * self._work.width)
 
-    # A step without rows of prompts is replayed, and copy engines are no part of a graph.
-
     def _reduced(self, sent: Sent, ranks: int, size: float) -> float:
         tree = self._group(ranks)
-        host = links.HOST if sent.new else links.HOST_KERNELS
-        return links.best(links.PEER if tree.peer else host, tree, int(size))[1]
+        host = links.HOST if sent.eager else links.HOST_KERNELS
+        return AROUND_US + links.best(links.PEER if tree.peer else host, tree, int(size))[1]
 
-    def _direct(
-        self, sent: Sent, ranks: int, size: float, copied: links.Formula = links.copied_gather
-    ) -> float:
+    def _direct(self, sent: Sent, ranks: int, size: float, op: Op = Op.ALL_GATHER) -> float:
         """By kernels or, through host memory, by copy engines where these are sooner."""
         tree = self._group(ranks)
-        if tree.peer:
-            return links.direct(tree, int(size))
-        by_kernels = links.direct(tree, int(size), through_host=True)
-        return min(by_kernels, copied(tree, int(size), links.SEEDS)) if sent.new else by_kernels
+        parted, through_host = op is not Op.ALL_GATHER, not tree.peer
+        micros = links.direct(tree, int(size), through_host=through_host, parted=parted)
+        if through_host and sent.eager:
+            micros = min(micros, COPIED[op](tree, int(size), links.SEEDS))
+        return AROUND_US + micros
 
     def _broadcast(self, ranks: int, size: float) -> float:
         """By the way that is cheaper; host memory is always open."""
         tree = self._group(ranks)
         ways = (True, False) if tree.peer else (True,)
-        return min(links.broadcast(tree, int(size), through_host=way) for way in ways)
+        return AROUND_US + min(links.broadcast(tree, int(size), through_host=way) for way in ways)
 
     def _group(self, ranks: int) -> Topology:
         return self._tree.group(ranks, self._work.layout.ranks)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from metainfer.core.ledger import Origin
 from metainfer.core.verdict import Reason
 from metainfer.planner.candidate import Candidate
+from metainfer.planner.phases import ANSWER, request_seconds
+from metainfer.planner.predict import PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +28,19 @@ def _predicted(name: str, sign: int = 1) -> Callable[[Candidate], float | None]:
     return value
 
 
+def _requests(candidate: Candidate) -> float | None:
+    """Usual requests a second: decodes alone would take a layout whose prompts last for ever."""
+    found = None if candidate.prediction is None else request_seconds(candidate.prediction)
+    return None if found is None else 1 / found
+
+
 _CACHE = _Scale(lambda c: float(c.held.kv_tokens) if c.held else None, "cached tokens")
 _SCALES = {
-    "throughput": (_Scale(_predicted("decode_tok_s"), "decoded tok/s"), _CACHE),
+    "throughput": (
+        _Scale(_requests, f"requests/s of {PROMPT:,} and {ANSWER} tokens"),
+        _Scale(_predicted("decode_tok_s"), "decoded tok/s (no matrix rate is known)"),
+        _CACHE,
+    ),
     "latency": (_Scale(_predicted("one_tok_s"), "tok/s of one sequence"), _CACHE),
     "ttft": (
         _Scale(_predicted("first_token_s", -1), "s to the first token"),

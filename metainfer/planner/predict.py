@@ -1,9 +1,8 @@
 """How fast a layout would be: what a step must read, compute and send (`steps`), and nothing else.
 
-Uncalibrated, half of a bound. A stock engine measured on one H200 reached 0.24 to 0.78 of such
-bounds (12 layers, one sequence to 128), so the band goes from a fifth of the bound to the whole of
-it. With a record of this model's steps on this machine the band is that of the record. Where a rate
-is unknown nothing is predicted.
+Uncalibrated, by `bound`. Its seeds are our own kernels' on one kind of card, so the band is wide.
+With a record of this model's steps on this machine the band is that of the record. Where a rate is
+unknown nothing is predicted.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from dataclasses import dataclass
 from metainfer.comm.topology import Topology
 from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.step import Phase
+from metainfer.planner.bound import HIGH, LOW, Bound, bound
 from metainfer.planner.calibration import Calibration
 from metainfer.planner.layouts import prompt_domains
 from metainfer.planner.ranks import Held
-from metainfer.planner.steps import HIGH, LOW, SHARE, Bound, bound, step_cost
+from metainfer.planner.steps import step_cost
 from metainfer.planner.weights import Census
 from metainfer.platform.facts import Facts
 
@@ -42,7 +42,7 @@ class Prediction:
     context: int
     prompt: int
     assumed: tuple[str, ...]
-    band: tuple[float, float] = (LOW / SHARE, HIGH / SHARE)
+    band: tuple[float, float] = (LOW, HIGH)
     calibrated: str = ""
     price_hour: float | None = None
 
@@ -96,7 +96,7 @@ def predict(
         seconds = price(Phase.CHUNK, cost.prefill(chunk, context))
         prefill = prompt_domains(held.layout) * chunk / seconds
         first = context / chunk * seconds
-    band = (LOW / SHARE, HIGH / SHARE)
+    band = (LOW, HIGH)
     if calibration is not None:
         band = (1 / (1 + calibration.band), 1 + calibration.band)
     return Prediction(

@@ -1,10 +1,9 @@
 """What a step must compute, read and send, and how many seconds that takes.
 
 One price for the plan's table, the simulator and what calibrates them. The work of a segment is a
-few amounts of the rank that does most of it (`Amounts`). Uncalibrated, the seconds are those of a
-bound over a share: the larger of bytes over the read rate and FLOPs over the matrix rate, then the
-collectives of `comm.model` one after the other; nothing is overlapped. Calibrated, they come from
-measured steps (`calibration`).
+few amounts of the rank that does most of it (`Amounts`). Uncalibrated, the seconds are those of
+`bound`; calibrated, they come from measured steps (`calibration`). Either way collectives are those
+of `comm.model` one after the other; nothing is overlapped.
 
 What ranks send is `exchange`. A layout may have another one for chunks of prompts, which is then
 priced by its own work.
@@ -13,9 +12,9 @@ priced by its own work.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from metainfer.comm.topology import Topology, from_facts
+from metainfer.core.plan import StepGraph
 from metainfer.core.step import Phase, RankTokens, Segment
 from metainfer.kv.book.spec import GroupKind
 from metainfer.planner.amounts import Amounts
@@ -26,34 +25,8 @@ from metainfer.planner.weights import Census
 from metainfer.planner.work import RankWork, rank_work
 from metainfer.platform.facts import CPU, Facts
 
-SHARE, LOW, HIGH = 0.5, 0.2, 1.0
-"""Of the bound: what is predicted, and the ends of the band (seeds)."""
-
 SHORT = 8
 """Tokens of the longest run that reads its cache once, as a decode or a verify run does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The uncalibrated price. `read`: bytes/s, `rate`: FLOP/s or None where it is unknown."""
-
-    read: float
-    rate: float | None
-    share: float = SHARE
-
-    def __call__(self, phase: Phase, amounts: Amounts) -> float:
-        flops = amounts.flops + amounts.attention
-        busy = max(amounts.moved / self.read, flops / self.rate if self.rate else 0.0)
-        return (busy + amounts.sent) / self.share
-
-
-def bound(facts: Facts, dtype: str, share: float = SHARE) -> Bound | None:
-    """The uncalibrated price on a machine; None where its read rate is unknown."""
-    device = facts.device
-    read = device.read_bytes_s
-    if read is None and device.kind == CPU:
-        read = facts.host.read_bytes_s
-    return None if read is None else Bound(read, device.dot_flops.get(dtype), share)
 
 
 class StepCost:
@@ -62,12 +35,17 @@ class StepCost:
     Args:
         tree: the machine's links, for layouts whose ranks talk.
         prompts: what chunks of prompts cost, where they have a layout of their own.
+        graphs: steps that are captured; of those with prompts, all others run op by op.
     """
 
     def __init__(
-        self, work: RankWork, tree: Topology | None, prompts: StepCost | None = None
+        self,
+        work: RankWork,
+        tree: Topology | None,
+        prompts: StepCost | None = None,
+        graphs: Sequence[StepGraph] = (),
     ) -> None:
-        self.work, self.prompts = work, prompts
+        self.work, self.prompts, self._graphs = work, prompts, graphs
         self.tree = tree if talks(work.layout) else None
         self._exchange = None if self.tree is None else Exchange(work, self.tree)
 
@@ -91,6 +69,7 @@ class StepCost:
             tokens * self._decoding(context),
             self._weights(self._met(tokens, batch)) + tokens * self._cached(context),
             self._sent(Sent(tokens, tokens, decoding=tokens)),
+            self._kernels,
         )
 
     def prefill(self, tokens: int, prompt: int) -> Amounts:
@@ -102,12 +81,16 @@ class StepCost:
         work = self.work
         rows = -(-tokens // work.layout.prefill)
         flops = work.costs.prefill_attention_flops(prompt)
+        eager = not self._captured(Phase.CHUNK, tokens, 1)
+        before = max(prompt - tokens, 0) // 2
         return Amounts(
             rows,
             2.0 * rows * (work.dense + work.routed),
             rows / prompt * self._shared(flops),
             self._weights(self._met(rows, tokens * prompt_domains(work.layout))),
-            self._sent(Sent(rows, 1, new=tokens, before=max(prompt - tokens, 0) // 2)),
+            self._sent(Sent(rows, 1, new=tokens, before=before, eager=eager)),
+            self._kernels,
+            eager,
         )
 
     def segment(self, segment: Segment) -> Amounts:
@@ -162,12 +145,27 @@ class StepCost:
             attention += rows * self._decoding(mean)
             cached = short * self._cached(mean)
         met = self._met(held, everyone or tokens)
+        phase = Phase.MIXED if short else Phase.CHUNK
+        eager = new > 0 and not self._captured(phase, tokens, len(runs))
         return Amounts(
             held,
             2.0 * (held * (work.dense + work.routed) + scored * work.head),
             attention / work.layout.prefill,
             self._weights(met) + cached,
-            self._sent(Sent(held, max(scored, 1), new, before, rows)),
+            self._sent(Sent(held, max(scored, 1), new, before, rows, eager)),
+            self._kernels,
+            eager,
+        )
+
+    @property
+    def _kernels(self) -> float:
+        return self.work.layers * self.work.costs.layer_launches
+
+    def _captured(self, phase: Phase, tokens: int, runs: int) -> bool:
+        """Whether a step with prompts is replayed; one without them is taken to be."""
+        return any(
+            each.phase == phase.value and each.tokens >= tokens and each.runs >= runs
+            for each in self._graphs
         )
 
     def _shared(self, flops: tuple[float, float]) -> float:
@@ -226,5 +224,6 @@ def step_cost(
     prompts = None
     if held.layout.prefill > 1:
         work = rank_work(counted, held, costs, dtype, prompts=True, rounded=rounded)
-        prompts = StepCost(work, tree)
-    return StepCost(rank_work(counted, held, costs, dtype, rounded=rounded), tree, prompts)
+        prompts = StepCost(work, tree, graphs=held.wanted)
+    work = rank_work(counted, held, costs, dtype, rounded=rounded)
+    return StepCost(work, tree, prompts, held.wanted)

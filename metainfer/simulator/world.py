@@ -5,18 +5,16 @@ from __future__ import annotations
 from metainfer.core.errors import RefusedError
 from metainfer.core.step import Phase
 from metainfer.planner.amounts import Price
+from metainfer.planner.bound import bound
 from metainfer.planner.drafts import MODEL
 from metainfer.planner.resolve import Resolved
-from metainfer.planner.steps import SHARE, bound
 from metainfer.platform.facts import Facts
 from metainfer.scheduler.config import SchedulerConfig
 from metainfer.simulator.run import World
 
 
-def world_of(resolved: Resolved, facts: Facts, *, share: float = SHARE) -> World:
+def world_of(resolved: Resolved, facts: Facts) -> World:
     """The world of a plan on a machine; prices are measured ones where there are any.
-
-    `share`: of the bound, for uncalibrated prices.
 
     Raises:
         RefusedError: the family has no cost model, or the machine's rates are unknown.
@@ -24,7 +22,7 @@ def world_of(resolved: Resolved, facts: Facts, *, share: float = SHARE) -> World
     plan, chosen = resolved.plan, resolved.chosen
     price: Price | None = chosen.calibration
     if price is None:
-        price = bound(facts, plan.model.dtype, share)
+        price = bound(facts, plan.model.dtype)
         if price is not None and price.rate is None:
             raise RefusedError(
                 f"the {plan.model.dtype} matrix rate of {facts.device.name} is unknown, so no "

@@ -17,6 +17,7 @@ from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
 from metainfer.kernels.select import Selection
 from metainfer.planner.dispatch import LEAST, rounded_from, takes_rounded
+from metainfer.planner.exchange import AROUND_US
 from metainfer.planner.steps import StepCost
 
 NO_PEERS = "2x-h200-nop2p"
@@ -62,20 +63,20 @@ def test_rows_are_priced_as_they_are_sent() -> None:
 
     there, back = copied_gather(tree, many), copied_scatter(tree, 2 * many)
     sent = priced.prefill(4096, 4096).sent * 1e6
-    assert sent == pytest.approx(4 * (there + back + beside(2, 32)))
+    assert sent == pytest.approx(4 * (there + back + beside(2, 32) + 3 * AROUND_US))
     few, routes = 2 * 2 * 4096 * 2, 2 * 2 * 6 * 8
     assert priced.prefill(2, 2).sent * 1e6 == pytest.approx(
-        4 * sum(direct(tree, size, through_host=True) for size in (few + routes, few))
+        4 * sum(AROUND_US + direct(tree, size, through_host=True) for size in (few + routes, few))
     )
     as_they_are = StepCost(replace(priced.work, rounded=False), tree)
     assert as_they_are.prefill(4096, 4096).sent * 1e6 == pytest.approx(
-        4 * (copied_gather(tree, 2 * many) + back + beside(2, 0))
+        4 * (copied_gather(tree, 2 * many) + back + beside(2, 0) + 3 * AROUND_US)
     )
     four = replace(no_peer(4), duplex_bytes_s=20e9, kernel_bytes_s=9e9)  # each way has its price
     work = replace(priced.work, layout=LayoutPlan(name="ep4", data=4, expert=4))
     there, back = copied_gather(four, 2 * many), copied_scatter(four, 4 * many)
     sent = StepCost(work, four).prefill(4096, 4096).sent * 1e6
-    assert sent == pytest.approx(4 * (there + back + beside(4, 32, four)))
+    assert sent == pytest.approx(4 * (there + back + beside(4, 32, four) + 3 * AROUND_US))
 
 
 def test_kernels_that_take_rows_as_they_are_say_so_by_phase() -> None:

@@ -372,7 +372,7 @@ def test_only_one_device_can_be_started() -> None:
 
 
 def test_one_card_by_hand() -> None:
-    """Twelve layers on an H200: bytes over the memory rate, half of that bound."""
+    """Twelve layers on an H200: bytes, FLOPs and 41 kernels a layer, one after the other."""
     found = resolved("random:deepseek-v4-flash?layers=12", machine="1x-h200", concurrency=4)
     (only,) = found.layouts
     assert only.held is not None and only.prediction is not None
@@ -383,10 +383,19 @@ def test_one_card_by_hand() -> None:
     costs = arch.costs()
     assert costs is not None
     read = costs.cache_reads(specs, 8192)
+    assert only.cost is not None
+    flops = sum(costs.decode_attention_flops(8192)) + 2 * sum(
+        getattr(only.cost.work, name) for name in ("dense", "head", "routed")
+    )
+
+    def seconds(moved: float, sequences: int) -> float:
+        busy = moved / (0.9 * 4.3e12) + sequences * flops / (0.7 * 690e12)
+        return busy + 12 * 41 * 2.1e-6
+
     one = dense + experts * 6 / 256 + read
-    assert only.prediction.one_tok_s == pytest.approx(0.5 * 4.3e12 / one)
+    assert only.prediction.one_tok_s == pytest.approx(1 / seconds(one, 1))
     four = dense + experts * (1 - (250 / 256) ** 4) + 4 * read
-    assert only.prediction.decode_tok_s == pytest.approx(0.5 * 4 * 4.3e12 / four)
+    assert only.prediction.decode_tok_s == pytest.approx(4 / seconds(four, 4))
     assert only.prediction.prefill_tok_s is not None and only.prediction.assumed == ()
 
 

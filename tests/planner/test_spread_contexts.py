@@ -18,6 +18,7 @@ from metainfer.core.step import Phase, RankTokens, Segment, TokenRun
 from metainfer.engine.elsewhere import describe
 from metainfer.kv.book.spec import GroupKind
 from metainfer.planner.candidate import Candidate
+from metainfer.planner.exchange import AROUND_US
 from metainfer.planner.layouts import enumerate_layouts, named
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved
@@ -174,7 +175,8 @@ def test_a_chunk_over_eight_ranks_by_hand() -> None:
     # Numbers of experts with their weights, and a scale of four bytes for 128 channels.
     told = 8 * 512 * (work.costs.experts_per_token * 8 + 32 * 4)
     small = min(direct(tree, told, through_host=True), copied_gather(tree, told))
-    assert part.sent * 1e6 == pytest.approx(gather + 8 * (there + small + back), rel=1e-6)
+    around = (layers + 3 * 8) * AROUND_US
+    assert part.sent * 1e6 == pytest.approx(gather + 8 * (there + small + back) + around, rel=1e-6)
 
 
 def test_later_chunks_fetch_what_lies_before_them() -> None:
@@ -198,13 +200,13 @@ def test_later_chunks_fetch_what_lies_before_them() -> None:
         return layers, int(65_536 * pair.work.token_bytes / layers)
 
     layers, layer = layers_of("cp8/dp8ep8")
-    lent = layers * broadcast(tree, layer, through_host=True)
+    lent = layers * (AROUND_US + broadcast(tree, layer, through_host=True))
     assert more("cp8/dp8ep8") * 1e6 == pytest.approx(lent)
     pair = cost("cp8/tp8cs8").prompts
     assert pair is not None
     layers = pair.work.dealt_layers
     layer = int(65_536 * pair.work.dealt_bytes / layers)
-    gathered = layers * copied_gather(tree, layer)
+    gathered = layers * (AROUND_US + copied_gather(tree, layer))
     assert more("cp8/tp8cs8") * 1e6 == pytest.approx(gathered)
 
 
@@ -224,7 +226,8 @@ def test_a_dealt_cache_is_read_in_parts_and_merged() -> None:
     layers, choosing = dealt.work.dealt_layers, dealt.work.choosing_layers
     assert (layers, choosing) == (3, 3)  # of six with pages
     sent = (after.sent - before.sent) * 1e6
-    assert sent == pytest.approx(layers * (2 * heads + logs) + choosing * chosen)
+    around = (3 * layers + choosing) * AROUND_US
+    assert sent == pytest.approx(layers * (2 * heads + logs) + choosing * chosen + around)
 
 
 def test_a_segment_of_a_pair_is_priced_by_its_phase() -> None:

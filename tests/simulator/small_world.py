@@ -25,6 +25,7 @@ class NoAttention:
 
     hidden: int = 8
     experts_per_token: int = 0
+    layer_launches: float = 1
 
     def distinct_experts(self, tokens: int) -> float:
         return 0.0
