@@ -96,6 +96,7 @@ INTENT_FIELDS = {
     "--halves": "halves",
     "--sum-pieces": "sum_pieces",
     "--shared-beside": "shared_beside",
+    "--rounded-from": "rounded_from",
     "--draft": "draft",
     "--grammar-backend": "grammar",
     "--model-option": "model_options",
@@ -206,6 +207,10 @@ class EngineFlags:
         int | None,
         _flag("--shared-beside", text="shared beside routed experts up to N tokens; 0: never"),
     ] = None
+    rounded_from: Annotated[
+        int | None,
+        _flag("--rounded-from", text="rows to experts rounded first from N tokens on; 0: never"),
+    ] = None
     draft: Annotated[
         str | None,
         _flag(
@@ -263,6 +268,7 @@ class EngineFlags:
             halves=self.halves,
             sum_pieces=self.sum_pieces,
             shared_beside=self.shared_beside,
+            rounded_from=self.rounded_from,
             draft=self.draft,
             grammar=self.grammar_backend,
             model_options=parse_pairs(self.model_option, "--model-option"),

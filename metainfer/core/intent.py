@@ -36,6 +36,7 @@ DECISIONS: Mapping[str, str] = {
     "halves": "halves",
     "sum_pieces": "sum_pieces",
     "shared_beside": "shared_beside",
+    "rounded_from": "rounded_from",
     "grammar": "grammar",
     "draft": "draft",
     "model_options": "model",
@@ -71,7 +72,8 @@ class Intent:
     `prefix_cache`: reuse of cached prefixes. `graphs`: steps may be captured. `overlap`: these may
     be launched before the one ahead was read. `halves`: from so many tokens on, chunks are computed
     as two halves in turns; `sum_pieces`: from so many on, others sum products piece by piece;
-    `shared_beside`: up to so many, the shared expert beside the routed ones; 0: never.
+    `shared_beside`: up to so many, the shared expert beside the routed ones; `rounded_from`: from
+    so many rows on, what is sent to experts that ranks share is rounded first; 0: never.
     `draft`: speculation, ``off``, ``ngram:N`` or ``mtp:N``. `grammar`: the grammar library.
     `model_options`: switches of the model's family, where its published code and its deployments
     differ. `said`: field -> where its value came from, in words, where it was not simply a flag.
@@ -96,6 +98,7 @@ class Intent:
     halves: int | None = None
     sum_pieces: int | None = None
     shared_beside: int | None = None
+    rounded_from: int | None = None
     draft: str | None = None
     grammar: str | None = None
     model_options: Mapping[str, str] = field(default_factory=dict)

@@ -26,7 +26,6 @@ from metainfer.comm.plan_offers import COPIED
 from metainfer.comm.request import Op
 from metainfer.comm.topology import Topology
 from metainfer.models.arch import TOGETHER
-from metainfer.planner.dispatch import LEAST
 from metainfer.planner.layouts import Fetch
 from metainfer.planner.work import RankWork
 
@@ -107,7 +106,7 @@ class Exchange:
         every = domains * self._row(sent)
         met = every
         routed: float = domains * sent.tokens * work.costs.experts_per_token * ROUTE_BYTES
-        rounds = work.rounded and sent.tokens >= LEAST
+        rounds = 0 < work.rounded_from <= sent.tokens
         if rounds:
             met *= ROUNDED_BYTES / work.width
             routed += every * SCALE_BYTES / work.width

@@ -78,14 +78,14 @@ def predict(
     step_tokens: int,
     calibration: Calibration | None = None,
     tree: Topology | None = None,
-    rounded: bool = False,
+    rounded_from: int = 0,
 ) -> Prediction | None:
     """The speed of one layout; None where the family has no cost model or no rate is known.
 
-    `calibration`: measured steps of this very layout on this machine. `tree`, `rounded`: as
+    `calibration`: measured steps of this very layout on this machine. `tree`, `rounded_from`: as
     `step_cost`.
     """
-    cost = step_cost(counted, held, facts, dtype, tree, rounded=rounded)
+    cost = step_cost(counted, held, facts, dtype, tree, rounded_from=rounded_from)
     price: Bound | Calibration | None = calibration or bound(facts, dtype)
     if cost is None or price is None:
         return None

@@ -228,7 +228,7 @@ class _Resolver:
             halves=halves,
             sum_pieces=lanes.sum_pieces(layout, cards, halves, self.ledger),
             shared_beside=lanes.shared_beside(layout, cards, self.ledger),
-            rounded_from=dispatch.rounded_from(layout, selection, self.ledger),
+            rounded_from=dispatch.rounded_from(layout, intent, selection, self.ledger),
             limits=limits,
             draft=draft,
             ledger=held.ledger() if captured.graphs else graphs.released(held.ledger()),

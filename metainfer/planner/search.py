@@ -21,7 +21,7 @@ from metainfer.kernels.select import Bundle, Selection
 from metainfer.planner import goals
 from metainfer.planner.calibration import key, nothing_measured
 from metainfer.planner.candidate import Candidate
-from metainfer.planner.dispatch import takes_rounded
+from metainfer.planner.dispatch import least_rows
 from metainfer.planner.emulation import emulates, record_emulation
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 from metainfer.planner.layouts import (
@@ -230,7 +230,7 @@ def _priced(
     step, limit = cards.limits.step_tokens, cards.arch.max_context
     facts = _of_a_rank(cards.facts, cards.here(layout))
     tree = cards.emulated.tree if cards.emulated is not None else None
-    rounded = takes_rounded(chosen, Phase.CHUNK)
+    rounded_from = least_rows(cards.intent, chosen, Phase.CHUNK)
     calibration = None
     if layout.ranks == 1 and cards.measured is not nothing_measured:
         calibration = cards.measured(key(cards.arch, cards.dtype, chosen.bundle, cards.threads))
@@ -248,9 +248,9 @@ def _priced(
             step_tokens=step,
             calibration=calibration,
             tree=tree,
-            rounded=rounded,
+            rounded_from=rounded_from,
         ),
-        cost=step_cost(cards.counted, held, facts, cards.dtype, tree, rounded=rounded),
+        cost=step_cost(cards.counted, held, facts, cards.dtype, tree, rounded_from=rounded_from),
         calibration=calibration,
         longest=held.longest(step, limit),
         pairs=held.pairs(step, limit),

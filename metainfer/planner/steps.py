@@ -208,12 +208,12 @@ def step_cost(
     dtype: str,
     tree: Topology | None = None,
     *,
-    rounded: bool = False,
+    rounded_from: int = 0,
 ) -> StepCost | None:
     """Steps of a layout on a machine; None where the family has no cost model.
 
-    `tree`: the links, where they are not those of the machine that computes. `rounded`: experts
-    take rounded rows.
+    `tree`: the links, where they are not those of the machine that computes. `rounded_from`: as
+    `RankWork` has it.
     """
     costs = counted.arch.costs()
     if costs is None:
@@ -223,7 +223,7 @@ def step_cost(
         tree = from_facts(facts)
     prompts = None
     if held.layout.prefill > 1:
-        work = rank_work(counted, held, costs, dtype, prompts=True, rounded=rounded)
+        work = rank_work(counted, held, costs, dtype, prompts=True, rounded_from=rounded_from)
         prompts = StepCost(work, tree, graphs=held.wanted)
-    work = rank_work(counted, held, costs, dtype, rounded=rounded)
+    work = rank_work(counted, held, costs, dtype, rounded_from=rounded_from)
     return StepCost(work, tree, prompts, held.wanted)

@@ -29,7 +29,8 @@ class RankWork:
     states that a part of a chunk needs of the part before it. `paged_layers`, `choosing_layers`:
     those with paged caches, and with index keys. `dealt_layers`, `dealt_bytes`: of what may be
     dealt, layers and what a token adds. `fetches`: how what is cached before a chunk comes to ranks
-    that lack it. `rounded`: experts take rows that other domains have rounded.
+    that lack it. `rounded_from`: from so many rows on, domains round what they send to experts; 0:
+    never.
     """
 
     layout: LayoutPlan
@@ -51,7 +52,7 @@ class RankWork:
     dealt_layers: int = 0
     dealt_bytes: float = 0.0
     fetches: Fetch | None = None
-    rounded: bool = False
+    rounded_from: int = 0
 
 
 def rank_work(
@@ -61,12 +62,12 @@ def rank_work(
     dtype: str,
     *,
     prompts: bool = False,
-    rounded: bool = False,
+    rounded_from: int = 0,
 ) -> RankWork:
     """The work of a model whose headers were counted, as one card holds it.
 
-    `prompts`: of chunks of prompts, where they are computed another way than decodes. `rounded`: as
-    in the result.
+    `prompts`: of chunks of prompts, where they are computed another way than decodes.
+    `rounded_from`: as in the result.
     """
     layout = of_prompts(held.layout) if prompts else of_decodes(held.layout)
     arch, elements = counted.arch, counted.elements(layout)
@@ -101,7 +102,7 @@ def rank_work(
         choosing_layers=len({spec.layer for spec in paged if spec.name == INDEX}),
         # Heads that a rank does not keep are lent by those that do.
         fetches=fetches(held.layout) or (Fetch.LENT if held.prompt_specs != held.specs else None),
-        rounded=rounded,
+        rounded_from=rounded_from,
     )
 
 

@@ -21,7 +21,8 @@ ENGINE = {
     "--goal", "--dtype", "--platform", "--op", "--layout", "--parallel", "--allow-fallback",
     "--collectives", "--one-card", "--rank-of",
     "--no-prefix-cache", "--no-graphs", "--no-overlap", "--halves", "--sum-pieces",
-    "--shared-beside", "--draft", "--grammar-backend", "--model-option", "--config",
+    "--shared-beside", "--rounded-from", "--draft", "--grammar-backend",
+    "--model-option", "--config",
 }  # fmt: skip
 ADAPTERS = {"--adapter"}
 SAMPLING = {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed"}

@@ -11,12 +11,14 @@ from test_spread_contexts import cost, planned
 
 from metainfer.comm.model import copied_gather, copied_scatter, direct
 from metainfer.comm.topology import Topology, from_facts, no_peer
+from metainfer.core.errors import RefusedError, UsageError
+from metainfer.core.intent import Intent
 from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
 from metainfer.kernels.select import Selection
-from metainfer.planner.dispatch import LEAST, rounded_from, takes_rounded
+from metainfer.planner.dispatch import LEAST, least_rows, rounded_from
 from metainfer.planner.exchange import AROUND_US
 from metainfer.planner.steps import StepCost
 
@@ -28,7 +30,8 @@ def test_experts_that_round_first_are_sent_rounded_rows() -> None:
     found = planned(V4, NO_PEERS, context=8192, parallel="ep2")
     assert found.plan.rounded_from == LEAST
     assert said(found, "rounded_from") == (LEAST, Origin.SEED, [])
-    assert takes_rounded(found.selection, Phase.CHUNK)
+    asked = Intent(model=V4)
+    assert least_rows(asked, found.selection, Phase.CHUNK) == LEAST
     whole, ledger = found.selection, DecisionLedger()
     choices = tuple(
         replace(each, impl=replace(each.impl, rounds=""))
@@ -37,16 +40,52 @@ def test_experts_that_round_first_are_sent_rounded_rows() -> None:
         for each in whole.bundle.choices
     )
     mixed: Selection = replace(whole, bundle=replace(whole.bundle, choices=choices))
-    assert rounded_from(found.plan.layouts[0], mixed, ledger) == LEAST
+    assert rounded_from(found.plan.layouts[0], asked, mixed, ledger) == LEAST
     assert [loser.value for loser in ledger["rounded_from"].losers] == ["rounded@decode"]
-    assert takes_rounded(mixed, Phase.CHUNK) and not takes_rounded(mixed, Phase.DECODE)
+    assert least_rows(asked, mixed, Phase.CHUNK) == LEAST
+    assert least_rows(asked, mixed, Phase.DECODE) == 0
     for name, layout, value in (
         ("tp2", LayoutPlan(name="tp2", tensor=2), 0),
         ("tp2ep2", LayoutPlan(name="tp2ep2", tensor=2, expert=2), 0),
         ("tp2ep4", LayoutPlan(name="tp2ep4", tensor=2, data=2, expert=4), LEAST),
         ("cp2/tp2ep2", LayoutPlan(name="cp2/tp2ep2", tensor=2, expert=2, prefill=2), LEAST),
     ):
-        assert rounded_from(layout, whole, DecisionLedger()) == value, name
+        assert rounded_from(layout, asked, whole, DecisionLedger()) == value, name
+
+
+@pytest.mark.parametrize("least", [0, 1, 5000])
+def test_a_user_s_bound_is_planned_and_priced(least: int) -> None:
+    found = planned(V4, NO_PEERS, context=8192, parallel="ep2", rounded_from=least)
+    assert found.plan.rounded_from == least
+    assert said(found, "rounded_from") == (least, Origin.FLAG, [])
+    (told,) = (each for each in found.plan.decisions if each.key == "rounded_from")
+    assert told.why.startswith("asked for" if least else "switched off")
+    priced, usual = (
+        cost("ep2", found),
+        cost("ep2", planned(V4, NO_PEERS, context=8192, parallel="ep2")),
+    )
+    never = StepCost(replace(usual.work, rounded_from=0), priced.tree)
+    always = StepCost(replace(usual.work, rounded_from=1), priced.tree)
+    for rows in (32, 4096, 8192):
+        like = always if 0 < least <= rows else never
+        assert priced.prefill(rows, rows).sent == like.prefill(rows, rows).sent
+    assert never.prefill(4096, 4096).sent > always.prefill(4096, 4096).sent
+
+
+@pytest.mark.parametrize(
+    ("machine", "layout", "reason"),
+    [
+        (NO_PEERS, "tp2", "no rank sends its rows to experts"),
+        ("8x-a800-pcie", "dp8ep8", "moe_experts/triton-bf16 takes rows as they are"),
+    ],
+)
+def test_a_bound_that_nothing_meets_is_an_error(machine: str, layout: str, reason: str) -> None:
+    with pytest.raises(RefusedError, match=reason):
+        planned(V4, machine, context=8192, parallel=layout, rounded_from=64)
+    off = planned(V4, machine, context=8192, parallel=layout, rounded_from=0)
+    assert said(off, "rounded_from")[:2] == (0, Origin.FLAG)
+    with pytest.raises(UsageError, match="--rounded-from is -1"):
+        planned(V4, machine, context=8192, parallel=layout, rounded_from=-1)
 
 
 def test_rows_are_priced_as_they_are_sent() -> None:
@@ -68,7 +107,7 @@ def test_rows_are_priced_as_they_are_sent() -> None:
     assert priced.prefill(2, 2).sent * 1e6 == pytest.approx(
         4 * sum(AROUND_US + direct(tree, size, through_host=True) for size in (few + routes, few))
     )
-    as_they_are = StepCost(replace(priced.work, rounded=False), tree)
+    as_they_are = StepCost(replace(priced.work, rounded_from=0), tree)
     assert as_they_are.prefill(4096, 4096).sent * 1e6 == pytest.approx(
         4 * (copied_gather(tree, 2 * many) + back + beside(2, 0) + 3 * AROUND_US)
     )

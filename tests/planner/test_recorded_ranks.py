@@ -79,7 +79,7 @@ def links_of(tree: Topology, ranks: int) -> Topology:
 def test_rows_to_shared_experts_come_with_their_routes() -> None:
     """Number and weight of a token's experts: with few rows, else in a message with the scales."""
     cost, tree = cost_of(V4, "ep2")
-    assert cost.work.rounded
+    assert cost.work.rounded_from
 
     def seconds(tokens: int) -> float:
         return Exchange(cost.work, tree).seconds(Sent(tokens, 1)) * 1e6 / cost.work.layers

@@ -86,7 +86,6 @@ FOLLOWS = {
     "decode_layout": "parallel",
     "joint_layout": "parallel",
     "phases_apart": "parallel",
-    "rounded_from": "ops",
 }
 """Decisions that say what follows from another, and the wish that moves that one."""
 FOUND = ("speed", "transients", "standing", "reserve", "device", "machine", "evidence", "software")
