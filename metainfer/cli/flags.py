@@ -97,6 +97,7 @@ INTENT_FIELDS = {
     "--sum-pieces": "sum_pieces",
     "--shared-beside": "shared_beside",
     "--rounded-from": "rounded_from",
+    "--prefill-from": "prefill_from",
     "--draft": "draft",
     "--grammar-backend": "grammar",
     "--model-option": "model_options",
@@ -211,6 +212,10 @@ class EngineFlags:
         int | None,
         _flag("--rounded-from", text="rows to experts rounded first from N tokens on; 0: never"),
     ] = None
+    prefill_from: Annotated[
+        int | None,
+        _flag("--prefill-from", text="of a pair, chunks below N tokens as decodes are; 0: none"),
+    ] = None
     draft: Annotated[
         str | None,
         _flag(
@@ -269,6 +274,7 @@ class EngineFlags:
             sum_pieces=self.sum_pieces,
             shared_beside=self.shared_beside,
             rounded_from=self.rounded_from,
+            prefill_from=self.prefill_from,
             draft=self.draft,
             grammar=self.grammar_backend,
             model_options=parse_pairs(self.model_option, "--model-option"),

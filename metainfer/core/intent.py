@@ -37,6 +37,7 @@ DECISIONS: Mapping[str, str] = {
     "sum_pieces": "sum_pieces",
     "shared_beside": "shared_beside",
     "rounded_from": "rounded_from",
+    "prefill_from": "prefill_from",
     "grammar": "grammar",
     "draft": "draft",
     "model_options": "model",
@@ -74,6 +75,8 @@ class Intent:
     as two halves in turns; `sum_pieces`: from so many on, others sum products piece by piece;
     `shared_beside`: up to so many, the shared expert beside the routed ones; `rounded_from`: from
     so many rows on, what is sent to experts that ranks share is rounded first; 0: never.
+    `prefill_from`: steps of fewer prompt tokens are computed as decodes are, where prompts have a
+    layout of their own; 0: none.
     `draft`: speculation, ``off``, ``ngram:N`` or ``mtp:N``. `grammar`: the grammar library.
     `model_options`: switches of the model's family, where its published code and its deployments
     differ. `said`: field -> where its value came from, in words, where it was not simply a flag.
@@ -99,6 +102,7 @@ class Intent:
     sum_pieces: int | None = None
     shared_beside: int | None = None
     rounded_from: int | None = None
+    prefill_from: int | None = None
     draft: str | None = None
     grammar: str | None = None
     model_options: Mapping[str, str] = field(default_factory=dict)

@@ -150,8 +150,10 @@ class Plan:
     halves in turns; `sum_pieces`: others of at least so many sum products piece by piece;
     `shared_beside`: in steps of at most so many, the shared expert beside the routed ones; 0: none.
     `rounded_from`: from so many rows on, ranks round what they send to experts that they share; 0:
-    never. `adapters`: in the order of their places. `emulated`: which rank of how many of which
-    machine this is, where its peers are a stand-in; such a plan answers nothing."""
+    never. `prefill_from`: of a pair of layouts, steps of fewer prompt tokens are computed as
+    decodes are, beside these; 0: none. `adapters`: in the order of their places. `emulated`: which
+    rank of how many of which machine this is, where its peers are a stand-in; such a plan answers
+    nothing."""
 
     model: ModelPlan
     platform: str
@@ -174,6 +176,7 @@ class Plan:
     sum_pieces: int
     shared_beside: int
     rounded_from: int
+    prefill_from: int
     limits: Limits
     draft: DraftPlan
     ledger: tuple[LedgerRow, ...]

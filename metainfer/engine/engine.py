@@ -229,6 +229,7 @@ class Engine:
             model_drafts=plan.draft.method == MODEL,
             adaptive_drafts=plan.draft.adaptive,
             split_phases=plan.layouts[0].splits_phases,
+            prefill_from=plan.prefill_from,
             layouts={Phase(phase): layout for phase, layout in plan.phase_layout.items()},
             adapters={adapter.name: adapter.digest for adapter in plan.adapters},
         )

@@ -61,8 +61,7 @@ def assemble(
         ModelError: the checkpoint does not fit its config.
     """
     plan, arch = resolved.plan, resolved.arch
-    layout = plan.layouts[0]
-    dtype = DTYPES[plan.model.dtype]
+    layout, dtype = plan.layouts[0], DTYPES[plan.model.dtype]
     _use_threads(plan, device)
     phase("weights")
     layouts = {role: registry.layout(layout) for role, layout in plan.bundle.items()}
@@ -118,6 +117,7 @@ def assemble(
             overlap=plan.overlap,
             halves=plan.halves,
             sum_pieces=plan.sum_pieces,
+            prefill_from=plan.prefill_from,
             turns=ranks.turns,
         )
     )

@@ -67,8 +67,9 @@ PIECES = 4
 class LocalParts:
     """What an executor runs on, put together by `executor.assemble`. `drafts`: most in a run.
     `graphs`: what is captured, in this order. `adapters`: how many are loaded. `prompts`: who
-    computes chunks whose rows ranks share; `dealt`: what each of them reads where ranks share the
-    cache alone. `overlap`: a captured step may be launched before the one ahead of it was read.
+    computes chunks whose rows ranks share, from `prefill_from` tokens on; shorter ones come as
+    mixed steps. `dealt`: what each of them reads where ranks share the cache alone. `overlap`: a
+    captured step may be launched before the one ahead of it was read.
     `halves`: chunks of at least so many tokens are computed as two halves in turns; `sum_pieces`:
     others of at least so many sum products piece by piece; 0: none. `turns`: where collectives go
     meanwhile."""
@@ -92,6 +93,7 @@ class LocalParts:
     overlap: bool = False
     halves: int = 0
     sum_pieces: int = 0
+    prefill_from: int = 0
     turns: Turns = field(default_factory=Turns)
 
 
@@ -126,7 +128,7 @@ class LocalExecutor:
             max_context=parts.max_context,
             slots=parts.slots,
             drafts=parts.drafts,
-            mixes=parts.prompts is None and parts.dealt is None,  # else no segment holds both
+            mixed_tokens=self._most_mixed,
             cpu=parts.device.type == "cpu",
         )
         for phase, runs, params in steps.before():
@@ -140,6 +142,16 @@ class LocalExecutor:
         for phase, runs in steps.largest():
             on_bucket(named(phase, runs))
             self._warm_segment(phase, runs)
+
+    @property
+    def _most_mixed(self) -> int:
+        """Tokens of the largest step that is computed as decodes are and holds prompts; 0: none."""
+        parts = self._parts
+        if parts.prompts is None:
+            return 0 if parts.dealt is not None else parts.step_tokens
+        if parts.prefill_from < 2:
+            return 0
+        return min(parts.prefill_from - 1 + parts.slots, parts.step_tokens)
 
     def submit(self, plan: StepPlan) -> None:
         """Launch one plan. At most two are open.

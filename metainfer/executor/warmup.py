@@ -31,14 +31,14 @@ Runs = list[tuple[int, int]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
     """The steps to run, by an executor's limits. `cpu`: kernels have one form, and a step of full
-    size would cost seconds. `drafts`: most in a run; `mixes`: whether prompts and decodes share a
-    segment, which a prompt's last token alone does, too."""
+    size would cost seconds. `drafts`: most in a run; `mixed_tokens`: most tokens of a segment that
+    prompts and decodes share, which a prompt's last token alone does, too; 0: none."""
 
     step_tokens: int
     max_context: int
     slots: int
     drafts: int
-    mixes: bool
+    mixed_tokens: int
     cpu: bool
 
     def before(self) -> Iterator[tuple[Phase, Runs, SamplingParams]]:
@@ -52,8 +52,13 @@ class WarmUp:
                     yield Phase.CHUNK, [(0, count)], GREEDY
             for doubled in range((self.max_context // WIDENS_FROM).bit_length()):
                 yield Phase.CHUNK, [self._at_end(short, WIDENS_FROM << doubled)], GREEDY
-        if self.mixes and self.slots > 1:
-            yield Phase.MIXED, [(0, self._most(min(SHORT, self.step_tokens - 1))), (0, 1)], GREEDY
+        if self.mixed_tokens > 1 and self.slots > 1:
+            yield Phase.MIXED, [(0, self._most(min(SHORT, self.mixed_tokens - 1))), (0, 1)], GREEDY
+        if 1 < self.mixed_tokens < self.step_tokens and not self.cpu:
+            # Chunks and short ones are computed by layouts of their own.
+            for count in SIZES:
+                if count < self._most(self.mixed_tokens):
+                    yield Phase.MIXED, [(0, count)], GREEDY
         yield Phase.DECODE, [(0, 1), (0, 1)][: self.slots], GREEDY
         yield Phase.DECODE, [self._at_end(1)], GREEDY
         if self.drafts:
@@ -68,7 +73,7 @@ class WarmUp:
         if self.cpu:
             yield Phase.CHUNK, [self._at_end(self._most(CPU_LIMIT_TOKENS))]
             return
-        if self.mixes and self.slots > 1:
+        if self.mixed_tokens > 1 and self.slots > 1:
             yield Phase.MIXED, self._long_and_short()
         yield Phase.DECODE, [self._at_end(1)] * self.slots
         if self.drafts:
@@ -89,8 +94,8 @@ class WarmUp:
         return [self._at_end(self._most(share)) for share in shares]
 
     def _long_and_short(self) -> Runs:
-        """All tokens and all requests of a step, most tokens in few of them."""
-        runs, left = [], self.step_tokens
+        """All tokens and all requests of a mixed step, most tokens in few of them."""
+        runs, left = [], self.mixed_tokens
         for others in reversed(range(self.slots)):
             runs.append(self._at_end(self._most(left - others)))
             left -= runs[-1][1]

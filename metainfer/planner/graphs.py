@@ -84,31 +84,39 @@ def wanted(
     prompt tokens from which on launches cost nothing (`launch_bound`).
 
     Several domains meet in collectives, so all must take the same bucket. Tokens tell them apart
-    alike on every rank, runs do not: only decode is captured there, and where ranks share the rows
-    of a chunk. Where ranks share a cache, who holds which page is told by the host: nothing is.
+    alike on every rank, runs do not: only decode is captured there. Where ranks share the rows of a
+    chunk, decode is, and chunks that are computed as decodes are (`pairs`), which come as mixed
+    steps. Where ranks share a cache, who holds which page is told by the host: nothing is.
     """
     if device not in CAPTURES or max(layout.context, layout.shards) > 1:
         return ()
     found, step_tokens = [], limits.step_tokens
-    alone = layout.data == layout.prefill == 1
-    depth = draft.depth if alone else 0
+    pair = layout.prefill > 1
+    depth = draft.depth if layout.data == 1 and not pair else 0
     for runs in (*(bucket for bucket in BUCKETS if bucket < running), running):
         found.append(StepGraph(phase=Phase.DECODE.value, tokens=runs, runs=runs))
         tokens = runs * (1 + depth)
         if depth and tokens <= step_tokens:
             found.append(StepGraph(phase=Phase.VERIFY.value, tokens=tokens, runs=runs))
     below = 0
-    for tokens in CHUNKS if alone else ():
+    for tokens in CHUNKS if layout.data == 1 else ():
         if tokens > longest:
             break
-        if tokens <= step_tokens:
+        if tokens <= step_tokens and not pair:
             runs = min(CHUNK_RUNS, running)
             found.append(StepGraph(phase=Phase.CHUNK.value, tokens=tokens, runs=runs))
-        if tokens + running <= step_tokens and below < limits.mixed_prefill_tokens:
+        mixes = pair or below < limits.mixed_prefill_tokens
+        if tokens + running <= step_tokens and mixes:
             both = tokens + running
             found.append(StepGraph(phase=Phase.MIXED.value, tokens=both, runs=running))
         below = tokens
     return tuple(sorted(found, key=lambda g: (-g.tokens, -g.runs, g.phase)))
+
+
+def border(shapes: Sequence[StepGraph]) -> int:
+    """Prompt tokens from which on no mixed step of `shapes` has room for them; 0: there is none."""
+    mixed = [each.tokens - each.runs for each in shapes if each.phase == Phase.MIXED.value]
+    return max(mixed, default=-1) + 1
 
 
 def choose(

@@ -57,7 +57,8 @@ class Held:
     """One card's memory under one layout and packing. `cache` is that of its KV domain; `beside`:
     rows that are neither weights nor cache. `budget_bytes`: what the cache could take.
     `prompt_specs`: the caches as a rank computes them for prompts, of all heads where it has them.
-    `wanted`: the steps whose capture it has room for. `measured`: what steps were seen to need
+    `wanted`: the steps whose capture it has room for; `prefill_from`: of a pair, as far as they are
+    chunks, or as asked for. `measured`: what steps were seen to need
     here, where that was used.
     """
 
@@ -70,6 +71,7 @@ class Held:
     beside: tuple[LedgerRow, ...]
     budget_bytes: int
     wanted: tuple[StepGraph, ...] = ()
+    prefill_from: int = 0
     measured: Needs | None = None
 
     @property
@@ -160,6 +162,7 @@ class Cards:
             beside=beside,
             budget_bytes=ask.budget_bytes,
             wanted=self._wanted(layout, ask.running),
+            prefill_from=self._short(layout, ask.running),
             measured=needs,
         )
 
@@ -249,6 +252,14 @@ class Cards:
         """Sequences that one domain runs at once."""
         return -(-self.limits.max_running // layout.data)
 
+    def _short(self, layout: LayoutPlan, running: int) -> int:
+        """Of a pair, prompt tokens below which a step is computed as decodes are."""
+        if layout.prefill == 1:
+            return 0
+        if self.intent.prefill_from is not None:
+            return self.intent.prefill_from
+        return graphs.border(self._wanted(layout, running))
+
     def _groups(
         self, layout: LayoutPlan, packings: Mapping[str, Layout]
     ) -> tuple[tuple[CacheSpec, ...], tuple[GroupSpec, ...]]:
@@ -282,7 +293,8 @@ class Cards:
         decoding = min(step, self.running(layout) * (1 + self.draft.depth))
         steps = [(of_decodes(layout), step, decoding)]
         if layout.prefill > 1:
-            mixed = min(step, self.limits.mixed_prefill_tokens + decoding)
+            short = max(self.limits.mixed_prefill_tokens, self._short(layout, decoding))
+            mixed = min(step, short + decoding)
             part = -(-step // layout.prefill)
             steps = [(of_decodes(layout), mixed, decoding), (of_prompts(layout), part, 1)]
         most, tokens = max(
@@ -348,11 +360,14 @@ class Cards:
             return ()
         device, costs, longest = self.facts.device, self.arch.costs(), graphs.SHORT_CHUNK
         if costs is not None:
-            dense, _, routed = token_elements(self.counted, costs, layout)
+            dense, _, routed = token_elements(self.counted, costs, layout.decoding)
             launches, rate = self.arch.layers * costs.layer_launches, device.dot_flops
             longest = graphs.launch_bound(
                 launches, 2 * (dense + routed), rate.get(self.dtype), talks=talks(layout)
             )
+        border = self.intent.prefill_from
+        if layout.prefill > 1 and border is not None:
+            longest = min(longest, border - 1)
         return graphs.wanted(device.kind, running, self.limits, self.draft, layout, longest)
 
     def _slabs(self, layout: LayoutPlan) -> list[LedgerRow]:

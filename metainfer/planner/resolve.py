@@ -22,7 +22,17 @@ from metainfer.kernels.select import Outcomes, Policy, Selection, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
-from metainfer.planner import adapters, dispatch, drafts, grammars, graphs, lanes, overlap, shares
+from metainfer.planner import (
+    adapters,
+    dispatch,
+    drafts,
+    grammars,
+    graphs,
+    lanes,
+    overlap,
+    pairs,
+    shares,
+)
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.candidate import Candidate
 from metainfer.planner.emulation import Emulation
@@ -229,6 +239,7 @@ class _Resolver:
             sum_pieces=lanes.sum_pieces(layout, cards, halves, self.ledger),
             shared_beside=lanes.shared_beside(layout, cards, self.ledger),
             rounded_from=dispatch.rounded_from(layout, intent, selection, self.ledger),
+            prefill_from=pairs.prefill_from(layout, captured.graphs, cards, self.ledger),
             limits=limits,
             draft=draft,
             ledger=held.ledger() if captured.graphs else graphs.released(held.ledger()),

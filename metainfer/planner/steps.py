@@ -36,6 +36,7 @@ class StepCost:
         tree: the machine's links, for layouts whose ranks talk.
         prompts: what chunks of prompts cost, where they have a layout of their own.
         graphs: steps that are captured; of those with prompts, all others run op by op.
+        prefill_from: chunks of fewer tokens are computed as decodes are all the same.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class StepCost:
         tree: Topology | None,
         prompts: StepCost | None = None,
         graphs: Sequence[StepGraph] = (),
+        prefill_from: int = 0,
     ) -> None:
         self.work, self.prompts, self._graphs = work, prompts, graphs
+        self._prefill_from = prefill_from
         self.tree = tree if talks(work.layout) else None
         self._exchange = None if self.tree is None else Exchange(work, self.tree)
 
@@ -75,13 +78,14 @@ class StepCost:
     def prefill(self, tokens: int, prompt: int) -> Amounts:
         """A chunk of `tokens` tokens in each domain (of all cards, where these share its rows), of
         prompts of `prompt` tokens."""
-        return self._of_prompts._chunk(tokens, prompt)
+        cost = self if tokens < self._prefill_from else self._of_prompts
+        return cost._chunk(tokens, prompt)
 
     def _chunk(self, tokens: int, prompt: int) -> Amounts:
         work = self.work
         rows = -(-tokens // work.layout.prefill)
         flops = work.costs.prefill_attention_flops(prompt)
-        eager = not self._captured(Phase.CHUNK, tokens, 1)
+        eager = not self._captured(self._chunk_phase, tokens, 1)
         before = max(prompt - tokens, 0) // 2
         return Amounts(
             rows,
@@ -145,7 +149,7 @@ class StepCost:
             attention += rows * self._decoding(mean)
             cached = short * self._cached(mean)
         met = self._met(held, everyone or tokens)
-        phase = Phase.MIXED if short else Phase.CHUNK
+        phase = Phase.MIXED if short else self._chunk_phase
         eager = new > 0 and not self._captured(phase, tokens, len(runs))
         return Amounts(
             held,
@@ -160,6 +164,11 @@ class StepCost:
     @property
     def _kernels(self) -> float:
         return self.work.layers * self.work.costs.layer_launches
+
+    @property
+    def _chunk_phase(self) -> Phase:
+        """What a chunk of this layout is called: beside a layout of prompts a mixed step."""
+        return Phase.CHUNK if self.prompts is None else Phase.MIXED
 
     def _captured(self, phase: Phase, tokens: int, runs: int) -> bool:
         """Whether a step with prompts is replayed; one without them is taken to be."""
@@ -226,4 +235,4 @@ def step_cost(
         work = rank_work(counted, held, costs, dtype, prompts=True, rounded_from=rounded_from)
         prompts = StepCost(work, tree, graphs=held.wanted)
     work = rank_work(counted, held, costs, dtype, rounded_from=rounded_from)
-    return StepCost(work, tree, prompts, held.wanted)
+    return StepCost(work, tree, prompts, held.wanted, held.prefill_from)

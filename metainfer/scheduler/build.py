@@ -61,9 +61,10 @@ class Build:
         if not chunked and not short:
             return None
         lists: list[tuple[Phase, list[list[Entry]]]] = []
-        if short and (config.split_phases or not chunked):
+        splits = config.split_phases and _prompt_tokens(self.chunks) >= config.prefill_from
+        if short and (splits or not chunked):
             lists.append((_short_phase(self.short), self.short))
-        if chunked and (config.split_phases or not short):
+        if chunked and (splits or not (short or config.split_phases)):
             lists.append((Phase.CHUNK, self.chunks))
         if not lists:
             both = [a + b for a, b in zip(self.short, self.chunks, strict=True)]
@@ -83,6 +84,10 @@ class Build:
 def _short_phase(ranks: list[list[Entry]]) -> Phase:
     drafted = any(run.drafts for rank in ranks for _, run in rank)
     return Phase.VERIFY if drafted else Phase.DECODE
+
+
+def _prompt_tokens(ranks: list[list[Entry]]) -> int:
+    return sum(len(run.tokens) for rank in ranks for _, run in rank)
 
 
 def _segment(phase: Phase, ranks: list[list[Entry]], config: SchedulerConfig) -> Segment:

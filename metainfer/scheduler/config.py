@@ -35,8 +35,9 @@ class SchedulerConfig:
     because all domains wait for the slowest. `max_drafts`: most proposed tokens per verify run.
     `model_drafts`: the device proposes them itself and plans carry placeholders (ADR 0010).
     `adaptive_drafts`: how many is chosen by measured gain, `max_drafts` at most (`depth`).
-    `split_phases`: prefill and decode get a segment each instead of sharing a mixed one. `layouts`
-    maps a phase to the layout of its segments, `buckets` to the padded sizes captured for it.
+    `split_phases`: prefill and decode get a segment each instead of sharing a mixed one, where
+    `prefill_from` tokens of prompts or more are in the step. `layouts` maps a phase to the layout
+    of its segments, `buckets` to the padded sizes captured for it.
     `adapters`: name -> digest of content, in the order of their places on the device.
     """
 
@@ -49,6 +50,7 @@ class SchedulerConfig:
     model_drafts: bool = False
     adaptive_drafts: bool = False
     split_phases: bool = False
+    prefill_from: int = 0
     layouts: Mapping[Phase, str] = field(default_factory=dict)
     buckets: Mapping[Phase, tuple[int, ...]] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)

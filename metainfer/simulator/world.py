@@ -48,6 +48,7 @@ def world_of(resolved: Resolved, facts: Facts) -> World:
         model_drafts=plan.draft.method == MODEL,
         adaptive_drafts=plan.draft.adaptive,
         split_phases=plan.layouts[0].splits_phases,
+        prefill_from=plan.prefill_from,
         layouts={Phase(phase): name for phase, name in plan.phase_layout.items()},
     )
     calibration = chosen.calibration

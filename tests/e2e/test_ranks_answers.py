@@ -77,6 +77,10 @@ PIECES = {("uneven", "tp2"): 2, ("deepseek-v4", "tp2"): 3, ("deepseek-v4", "tp4"
 """Of these, shorter ones sum products in pieces from so many tokens on."""
 
 
+BORDERS = {"cp2/tp2": 14, "cp2/dp2ep2": 10, "cp3/tp3": 1000}
+"""Steps of fewer prompt tokens are computed as decodes are, where prompts have their own layout."""
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {name: tmp_path_factory.mktemp(name) for name in FOLDERS}
@@ -187,11 +191,12 @@ def tight(folder: Path, family: str, layout: str) -> int:
 
 
 class Turns:
-    """Counts steps that compute chunks and decodes. In a long run it makes the last in order give
+    """Counts steps that compute chunks and decodes by layouts of their own (`both`), and those that
+    compute both alike (`mixed`). In a long run it makes the last in order give
     its place up now and then, needed or not; in a short one too few hits would be left."""
 
     def __init__(self, rng: random.Random, engine: Engine) -> None:
-        self._rng, self.both = rng, 0
+        self._rng, self.both, self.mixed = rng, 0, 0
         executor = engine._executor
         assert isinstance(executor, RankExecutor)
         submit = executor.submit
@@ -199,6 +204,7 @@ class Turns:
         def counted(plan: StepPlan) -> None:
             phases = {segment.phase for segment in plan.segments}
             self.both += Phase.CHUNK in phases and len(phases) > 1
+            self.mixed += Phase.MIXED in phases
             submit(plan)
 
         executor.submit = counted  # type: ignore[method-assign]
@@ -232,6 +238,7 @@ def test_layouts_change_no_token(
         draft=f"ngram:{DEEPEST}",
         halves=TURNS.get(layout),
         sum_pieces=PIECES.get((family, layout)),
+        prefill_from=BORDERS.get(layout),
         shared_beside=8 if (family, layout) == ("deepseek-v4", "tp2") else None,
     )
     closing.append(engine)
@@ -251,8 +258,11 @@ def test_layouts_change_no_token(
     if (family, layout) == CASES[0] or REQUESTS > FEW:
         assert stats.preemptions > 0
     if "/" in layout:
-        assert turns.both > 0  # requests decode by one layout while prompts take the other
-        check_moved(engine, layout)
+        border = BORDERS.get(layout, 0)
+        assert (turns.mixed > 0) == (border > 0), turns.mixed
+        if border <= CHUNK:
+            assert turns.both > 0  # requests decode by one layout while prompts take the other
+            check_moved(engine, layout)
     if "cs" in layout:
         check_dealt(engine)
     keep(
@@ -265,6 +275,7 @@ def test_layouts_change_no_token(
         preemptions=stats.preemptions,
         steps=stats.steps,
         steps_of_both_phases=turns.both,
+        mixed_steps=turns.mixed,
         accepted_drafts=stats.accepted_drafts,
         moved_bytes=engine._executor.moved_bytes,  # type: ignore[union-attr]
         seconds=round(time.monotonic() - begin, 1),

@@ -146,7 +146,8 @@ def test_what_ranks_share_is_not_captured() -> None:
         return {shape.phase for shape in wanted("cuda", 8, LIMITS, draft, layout)}
 
     assert phases() == phases(tensor=2) == {"decode", "verify", "chunk", "mixed"}
-    assert phases(data=2) == phases(tensor=2, prefill=2) == {"decode"}
+    assert phases(data=2) == phases(data=2, prefill=2) == {"decode"}
+    assert phases(tensor=2, prefill=2) == {"decode", "mixed"}
     assert phases(tensor=2, shards=2) == phases(context=2) == set()
 
 

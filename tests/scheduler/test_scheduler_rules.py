@@ -211,6 +211,25 @@ def test_split_phases_get_a_segment_and_a_layout_each() -> None:
     one.check()
 
 
+def test_prompts_below_the_border_join_decodes_or_come_as_a_mixed_step() -> None:
+    """Both ends: 4 tokens are short where 5 are not, over all domains together."""
+    one = world_of(split_phases=True, prefill_from=5, step_tokens=8, domains=2)
+    for name, prompt in (("a", 3), ("b", 2)):  # a domain each: 5 tokens together
+        one.add(request(name, list(range(prompt)), 9))
+    one.step()
+    one.add(request("c", [1, 2, 3, 4], 2))
+    one.step()
+    one.run()
+    assert phases(one.plans[0]) == [Phase.CHUNK]
+    assert phases(one.plans[1]) == [Phase.MIXED]
+    assert [len(rank.runs) for rank in one.plans[1].segments[0].ranks] == [2, 1]
+    alone = world_of(split_phases=True, prefill_from=5)
+    alone.add(request("d", [1, 2, 3, 4], 1))
+    alone.run()
+    assert phases(alone.plans[0]) == [Phase.MIXED] and len(alone.plans) == 1
+    one.check()
+
+
 def test_idle_domains_compute_dummy_tokens() -> None:
     one = world_of(domains=3)
     one.add(request("only", [1, 2, 3], 4))

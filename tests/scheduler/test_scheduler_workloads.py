@@ -64,8 +64,7 @@ def play(
     keep_plans: bool = False,
 ) -> World:
     """One random workload, to its end."""
-    page = draw.choice([2, 4, 8]) if shape != "v4" else 8
-    page = 4 if shape == "grids" else page
+    page = {"v4": 8, "grids": 4}.get(shape) or draw.choice([2, 4, 8])
     groups = groups_of(shape, page, page * draw.choice([1, 2]) if shape == "hybrid" else 0)
     max_context = draw.choice([24, 40, 64, 100])
     least = max(g.live_pages(max_context) for g in groups)
@@ -85,6 +84,7 @@ def play(
         max_drafts=drafts,
         model_drafts=device,
         split_phases=draw.random() < 0.3,
+        prefill_from=draw.choice([0, 0, 4, 12]),
         adapters={"sql": "digest-1", "law": "digest-2"},
     )
     kind = OracleProposer if device else OracleDrafts

@@ -35,12 +35,14 @@ def sizes(plan: StepPlan) -> Iterator[tuple[Phase, int, int]]:
 def limits(draw: st.DrawFn) -> WarmUp:
     slots = draw(st.integers(1, 6))
     step = draw(st.integers(slots, 80))
+    border = draw(st.sampled_from((None, 0, draw(st.integers(2, step + 9)))))
+    mixed = 0 if border == 0 else step if border is None else min(border - 1 + slots, step)
     return WarmUp(
         step_tokens=step,
         max_context=draw(st.integers(4, 60)),
         slots=slots,
         drafts=draw(st.sampled_from((0, 0, 3))),
-        mixes=draw(st.booleans()),
+        mixed_tokens=mixed,
         cpu=False,
     )
 
@@ -70,7 +72,8 @@ def test_b30_no_step_is_larger_than_what_ran_before_ready(warm: WarmUp, seed: in
         step_tokens=warm.step_tokens,
         mixed_prefill_tokens=rng.randrange(1, warm.step_tokens + 1),
         max_drafts=warm.drafts,
-        split_phases=not warm.mixes,
+        split_phases=warm.mixed_tokens != warm.step_tokens,
+        prefill_from=max(0, warm.mixed_tokens - warm.slots + 1),
         drafts=Ones() if warm.drafts else None,
     )
     for number in range(rng.randrange(1, 12)):
