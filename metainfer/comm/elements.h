@@ -55,7 +55,7 @@ __device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, 
 __device__ __forceinline__ mi_u32 add(mi_u32 a, mi_u32 b) { return a + b; }
 __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double mul(double a, double b) { return __dmul_rn(a, b); }
-__device__ __forceinline__ float inverse_root(float x) { return __fdiv_rn(1.0f, __fsqrt_rn(x)); }
+__device__ __forceinline__ float inverse_root(float x) { return __frcp_rn(__fsqrt_rn(x)); }
 __device__ __forceinline__ double inverse_root(double x) { return __ddiv_rn(1.0, __dsqrt_rn(x)); }
 __device__ __forceinline__ float divide(float a, float b) { return __fdiv_rn(a, b); }
 __device__ __forceinline__ double divide(double a, double b) { return __ddiv_rn(a, b); }
@@ -73,7 +73,8 @@ template <int Type> struct Values {
 #pragma unroll
         for (int i = 0; i < N; i++) x[i] = Element<Type>::wide(u.r[i]);
     }
-    static __device__ __forceinline__ Pack pack(const Wide *x) {
+    // Rounded; in bfloat16 a NaN may have any sign and payload until it was `settled`.
+    static __device__ __forceinline__ Pack rounded(const Wide *x) {
         union {
             Pack p;
             Raw r[N];
@@ -82,6 +83,62 @@ template <int Type> struct Values {
         for (int i = 0; i < N; i++) u.r[i] = Element<Type>::round(x[i]);
         return u.p;
     }
+    // Elements of two packs added wide and rounded, as `rounded`.
+    static __device__ __forceinline__ Pack added(const Pack &a, const Pack &b) {
+        Wide x[N], y[N];
+        unpack(a, x);
+        unpack(b, y);
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = add(x[i], y[i]);
+        return rounded(x);
+    }
+    static __device__ __forceinline__ bool unsettled(const Wide *x) { return false; }
+    static __device__ __forceinline__ void settle(Pack *p) {}
+    static __device__ __forceinline__ Pack pack(const Wide *x) {
+        Pack p = rounded(x);
+        if (unsettled(x)) settle(&p);
+        return p;
+    }
 };
+
+// Half a word of bfloat16 is the upper half of a float.
+template <>
+__device__ __forceinline__ void Values<MI_BF16>::unpack(const Pack &p, float *x) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x[2 * i] = bits_float(p.w[i] << 16);
+        x[2 * i + 1] = bits_float(p.w[i] & 0xffff0000u);
+    }
+}
+// bfloat16 has instructions for two elements, whose NaN is 0x7fff.
+template <>
+__device__ __forceinline__ Pack Values<MI_BF16>::rounded(const float *x) {
+    Pack p;
+#pragma unroll
+    for (int i = 0; i < 4; i++) p.w[i] = floats_to_bf16(x[2 * i], x[2 * i + 1]);
+    return p;
+}
+// One rounding to eight bits gives what rounding to 24 and then to eight does: 24 >= 2 * 8 + 2.
+template <>
+__device__ __forceinline__ Pack Values<MI_BF16>::added(const Pack &a, const Pack &b) {
+    Pack p;
+#pragma unroll
+    for (int i = 0; i < 4; i++) p.w[i] = add_bf16(a.w[i], b.w[i]);
+    return p;
+}
+template <> __device__ __forceinline__ bool Values<MI_BF16>::unsettled(const float *x) {
+    bool nan = false;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) nan |= is_nan(x[i], x[i + 1]);
+    return nan;
+}
+template <> __device__ __forceinline__ void Values<MI_BF16>::settle(Pack *p) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        // A half of 0x7fff, and no other, is 0x8000 with one more: a bit for each NaN.
+        const mi_u32 nan = ((p->w[i] & 0x7fff7fffu) + 0x00010001u) >> 15 & 0x00010001u;
+        p->w[i] ^= nan * 0x3fu; // 0x7fc0
+    }
+}
 
 #endif

@@ -21,17 +21,17 @@ __device__ __forceinline__ mi_u8 load_byte(mi_u64 at) { return *(const volatile 
 // ---- copies ------------------------------------------------------------------------------------
 
 // Bytes that are no whole pack, or all where addresses are odd.
-MI_FN void copy_bytes(mi_u64 to, mi_u64 from, mi_u64 begin, mi_u64 bytes) {
-    for (mi_u64 i = begin + MI_TID; i < bytes; i += MI_THREADS)
+MI_FN void copy_bytes(mi_u64 to, mi_u64 from, mi_u32 begin, mi_u32 bytes) {
+    for (mi_u32 i = begin + MI_TID; i < bytes; i += MI_THREADS)
         *(mi_u8 *)(to + i) = load_byte(from + i);
 }
 
-MI_FN void mi_copy(mi_u64 to, mi_u64 from, mi_u64 bytes) {
-    mi_u64 packed = 0;
+MI_FN void mi_copy(mi_u64 to, mi_u64 from, mi_u32 bytes) {
+    mi_u32 packed = 0;
     if (((to | from) & 15) == 0) {
-        packed = bytes & ~15ull;
-        mi_u64 i = MI_TID * 16ull;
-        const mi_u64 step = MI_THREADS * 16ull;
+        packed = bytes & ~15u;
+        mi_u32 i = MI_TID * 16;
+        const mi_u32 step = MI_THREADS * 16;
         for (; i + (COPIED - 1) * step < packed; i += COPIED * step) {
             Pack p[COPIED];
 #pragma unroll
@@ -44,54 +44,53 @@ MI_FN void mi_copy(mi_u64 to, mi_u64 from, mi_u64 bytes) {
     copy_bytes(to, from, packed, bytes);
 }
 
-// The same bytes to every place that is to have them.
-MI_FN void mi_spread(const MiCopies *places) {
-    const mi_u64 from = places->from[0], bytes = places->bytes[0];
-    mi_u64 all = from, packed = 0;
+MI_FN void mi_spread(const mi_u64 *to, mi_u32 places, mi_u64 from, mi_u32 bytes) {
+    mi_u64 all = from;
+    mi_u32 packed = 0;
     MI_UNROLL
     for (mi_u32 i = 0; i < MI_TOP - 1; i++)
-        if (places->bytes[i]) all |= places->to[i];
+        if (i < places) all |= to[i];
     if ((all & 15) == 0) {
-        packed = bytes & ~15ull;
-        mi_u64 at = MI_TID * 16ull;
-        const mi_u64 step = MI_THREADS * 16ull;
+        packed = bytes & ~15u;
+        mi_u32 at = MI_TID * 16;
+        const mi_u32 step = MI_THREADS * 16;
         for (; at + (DEEP - 1) * step < packed; at += DEEP * step) {
             Pack p[DEEP];
             MI_UNROLL
             for (mi_u32 k = 0; k < DEEP; k++) p[k] = load_pack(from + at + k * step);
             MI_UNROLL
             for (mi_u32 i = 0; i < MI_TOP - 1; i++) {
-                if (places->bytes[i] == 0) continue;
+                if (i >= places) break;
                 MI_UNROLL
-                for (mi_u32 k = 0; k < DEEP; k++) store_pack(places->to[i] + at + k * step, p[k]);
+                for (mi_u32 k = 0; k < DEEP; k++) store_pack(to[i] + at + k * step, p[k]);
             }
         }
         for (; at < packed; at += step) {
             const Pack p = load_pack(from + at);
             MI_UNROLL
             for (mi_u32 i = 0; i < MI_TOP - 1; i++)
-                if (places->bytes[i]) store_pack(places->to[i] + at, p);
+                if (i < places) store_pack(to[i] + at, p);
         }
     }
     if (packed == bytes) return;
     MI_UNROLL
     for (mi_u32 i = 0; i < MI_TOP - 1; i++)
-        if (places->bytes[i]) copy_bytes(places->to[i], from, packed, bytes);
+        if (i < places) copy_bytes(to[i], from, packed, bytes);
 }
 
 // A pack of each copy in turn is in flight: a small message costs one latency, not one per peer.
 MI_FN void mi_many(const MiCopies *copies) {
     if (MI_TOP == 2) return mi_copy(copies->to[0], copies->from[0], copies->bytes[0]);
-    mi_u64 longest = 0, whole[MI_TOP];
+    mi_u32 longest = 0, whole[MI_TOP];
     bool rest = false;
     MI_UNROLL
     for (mi_u32 i = 0; i < MI_TOP - 1; i++) {
         const bool even = ((copies->to[i] | copies->from[i]) & 15) == 0;
-        whole[i] = copies->bytes[i] && even ? copies->bytes[i] & ~15ull : 0;
+        whole[i] = copies->bytes[i] && even ? copies->bytes[i] & ~15u : 0;
         if (whole[i] > longest) longest = whole[i];
         rest |= whole[i] != copies->bytes[i];
     }
-    for (mi_u64 at = MI_TID * 16ull; at < longest; at += MI_THREADS * 16ull) {
+    for (mi_u32 at = MI_TID * 16; at < longest; at += MI_THREADS * 16) {
         Pack p[MI_TOP];
         MI_UNROLL
         for (mi_u32 i = 0; i < MI_TOP - 1; i++)
@@ -109,17 +108,17 @@ MI_FN void mi_many(const MiCopies *copies) {
 // ---- sums --------------------------------------------------------------------------------------
 
 // The pack at `offset` of every rank; all loads are in flight together.
-__device__ __forceinline__ void load_packs(const MiCall *call, const mi_u64 *from, mi_u64 offset,
+__device__ __forceinline__ void load_packs(const MiCall *call, const mi_u64 *from, mi_u32 offset,
                                            Pack *p) {
 #pragma unroll
     for (mi_u32 r = 0; r < MI_TOP; r++)
         if (r < mi_world(call)) p[r] = load_pack(from[r] + offset);
 }
 
-// The packs of every rank, summed in rank order.
+// The packs of every rank, summed in rank order, wide.
 template <int Type>
-__device__ __forceinline__ void add_packs(const MiCall *call, const Pack *p,
-                                          typename Element<Type>::Wide *total) {
+__device__ __forceinline__ void wide_sum(const MiCall *call, const Pack *p,
+                                         typename Element<Type>::Wide *total) {
     const int n = Values<Type>::N;
     Values<Type>::unpack(p[0], total);
 #pragma unroll
@@ -132,21 +131,30 @@ __device__ __forceinline__ void add_packs(const MiCall *call, const Pack *p,
     }
 }
 
+// The same rounded; a NaN is not settled yet.
+template <int Type>
+__device__ __forceinline__ Pack add_packs(const MiCall *call, const Pack *p) {
+    typename Element<Type>::Wide total[Values<Type>::N];
+    if (MI_TOP == 2) return Values<Type>::added(p[0], p[1]);
+    wide_sum<Type>(call, p, total);
+    return Values<Type>::rounded(total);
+}
 
 template <int Type>
 __device__ __forceinline__ void sum(const MiCall *call, mi_u64 to, const mi_u64 *from,
-                                    mi_u64 count) {
+                                    mi_u32 count) {
     typedef typename Element<Type>::Raw Raw;
     typedef typename Element<Type>::Wide Wide;
-    const mi_u64 n = Values<Type>::N;
-    mi_u64 all = to, packed = 0;
+    const mi_u32 n = Values<Type>::N;
+    mi_u32 packed = 0;
+    mi_u64 all = to;
 #pragma unroll
     for (mi_u32 r = 0; r < MI_TOP; r++)
         if (r < mi_world(call)) all |= from[r];
     if ((all & 15) == 0) {
         packed = count / n * n;
-        const mi_u64 bytes = packed * sizeof(Raw), step = MI_THREADS * 16ull;
-        mi_u64 at = MI_TID * 16ull;
+        const mi_u32 bytes = packed * sizeof(Raw), step = MI_THREADS * 16;
+        mi_u32 at = MI_TID * 16;
         Pack p[DEEP][MI_TOP];
         Wide total[n];
         for (; at + (DEEP - 1) * step < bytes; at += DEEP * step) {
@@ -154,17 +162,17 @@ __device__ __forceinline__ void sum(const MiCall *call, mi_u64 to, const mi_u64 
             for (int k = 0; k < DEEP; k++) load_packs(call, from, at + k * step, p[k]);
 #pragma unroll
             for (int k = 0; k < DEEP; k++) {
-                add_packs<Type>(call, p[k], total);
+                wide_sum<Type>(call, p[k], total);
                 store_pack(to + at + k * step, Values<Type>::pack(total));
             }
         }
         for (; at < bytes; at += step) {
             load_packs(call, from, at, p[0]);
-            add_packs<Type>(call, p[0], total);
+            wide_sum<Type>(call, p[0], total);
             store_pack(to + at, Values<Type>::pack(total));
         }
     }
-    for (mi_u64 at = packed + MI_TID; at < count; at += MI_THREADS) {
+    for (mi_u32 at = packed + MI_TID; at < count; at += MI_THREADS) {
         Wide total = Element<Type>::wide(((const volatile Raw *)from[0])[at]);
 #pragma unroll
         for (mi_u32 r = 1; r < MI_TOP; r++)
@@ -211,65 +219,64 @@ __device__ __forceinline__ typename Element<Type>::Wide scale_of(const MiCall *c
 // loaded together, as many as registers allow.
 #define BESIDE (MI_TOP > 4 ? 1 : 2)
 template <int Type>
-__device__ __forceinline__ int fused(const MiCall *call, mi_u64 to, const mi_u64 *from,
-                                     mi_u64 begin, mi_u64 end) {
+__device__ __forceinline__ int fused(const MiCall *call, const mi_u64 *from, mi_u32 begin,
+                                     mi_u32 end) {
+    typedef Values<Type> V;
     const mi_u32 packs = call->hidden / GROUP, lane = MI_TID % LANES, group = MI_TID / LANES;
-    mi_u64 all = to | call->residual | call->weight | call->normed;
+    const mi_u64 first = begin * 2ull, to = call->out + first, residual = call->residual + first,
+                 normed = call->normed + first;
+    mi_u64 all = to | residual | call->weight | normed;
 #pragma unroll
     for (mi_u32 r = 0; r < MI_TOP; r++)
         if (r < mi_world(call)) all |= from[r];
     if (call->hidden % GROUP || packs > 4 * LANES || (all & 15)) return 0;
     mi_u32 turn = 0;
-    for (mi_u64 row = begin + group * (mi_u64)call->hidden; row < end;
-         row += MI_THREADS / LANES * (mi_u64)call->hidden) {
+    for (mi_u32 row = group * call->hidden; row < end - begin;
+         row += MI_THREADS / LANES * call->hidden) {
         Pack kept[4], weight[4];
         float square = 0;
 #pragma unroll
-        for (int first = 0; first < 4; first += BESIDE) {
-            if (first * LANES >= packs) break;
+        for (int some = 0; some < 4; some += BESIDE) {
+            if (some * LANES >= packs) break;
             Pack p[BESIDE][MI_TOP];
 #pragma unroll
             for (int k = 0; k < BESIDE; k++) {
-                const mi_u32 j = lane + (first + k) * LANES;
+                const mi_u32 j = lane + (some + k) * LANES;
                 if (j >= packs) break;
-                kept[first + k] = load_pack(call->residual + (row + j * GROUP) * 2ull);
-                load_packs(call, from, (row + j * GROUP) * 2ull, p[k]);
+                load_packs(call, from, (row + j * GROUP) * 2, p[k]);
+                kept[some + k] = load_pack(residual + (row + j * GROUP) * 2);
+                weight[some + k] = load_pack(call->weight + j * 16);
             }
 #pragma unroll
             for (int k = 0; k < BESIDE; k++) {
-                const mi_u32 j = lane + (first + k) * LANES;
+                const mi_u32 j = lane + (some + k) * LANES;
                 if (j >= packs) break;
-                const mi_u64 at = (row + j * GROUP) * 2ull;
-                float y[GROUP], r[GROUP];
-                add_packs<Type>(call, p[k], y);
-                const Pack rounded = Values<Type>::pack(y);
-                store_pack(to + at, rounded);
-                Values<Type>::unpack(rounded, y);
-                Values<Type>::unpack(kept[first + k], r);
+                Pack y = add_packs<Type>(call, p[k]), r = V::added(y, kept[some + k]);
+                float x[GROUP];
+                V::unpack(r, x);
+                if (V::unsettled(x)) { // as they are where the sum alone is a NaN
+                    V::settle(&y);
+                    V::settle(&r);
+                    V::unpack(r, x);
+                }
+                kept[some + k] = r;
+                store_pack(to + (row + j * GROUP) * 2, y);
+                store_pack(residual + (row + j * GROUP) * 2, r);
 #pragma unroll
-                for (int i = 0; i < (int)GROUP; i++) r[i] = add(y[i], r[i]);
-                kept[first + k] = Values<Type>::pack(r);
-                store_pack(call->residual + at, kept[first + k]);
-                Values<Type>::unpack(kept[first + k], r);
-#pragma unroll
-                for (int i = 0; i < (int)GROUP; i++) square = add(square, mul(r[i], r[i]));
+                for (int i = 0; i < (int)GROUP; i++) square = add(square, mul(x[i], x[i]));
             }
         }
-#pragma unroll
-        for (int k = 0; k < 4; k++) // on their way while the group meets
-            if (lane + k * LANES < packs)
-                weight[k] = load_pack(call->weight + (lane + k * LANES) * 16ull);
         const float scale = scale_of<Type>(call, square, lane, group, turn++);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const mi_u32 j = lane + k * LANES;
             if (j >= packs) break;
             float x[GROUP], w[GROUP];
-            Values<Type>::unpack(kept[k], x);
-            Values<Type>::unpack(weight[k], w);
+            V::unpack(kept[k], x);
+            V::unpack(weight[k], w);
 #pragma unroll
             for (int i = 0; i < (int)GROUP; i++) x[i] = mul(mul(x[i], scale), w[i]);
-            store_pack(call->normed + (row + j * GROUP) * 2ull, Values<Type>::pack(x));
+            store_pack(normed + (row + j * GROUP) * 2, V::pack(x));
         }
     }
     return 1;
@@ -312,15 +319,20 @@ __device__ __forceinline__ void rows(const MiCall *call, mi_u64 begin, mi_u64 en
     default: break;                                                                                \
     }
 
-MI_FN void mi_sum(const MiCall *call, mi_u64 to, const mi_u64 *from, mi_u64 count) {
+MI_FN void mi_sum(const MiCall *call, mi_u64 to, const mi_u64 *from, mi_u32 count) {
 #define STEP(type) sum<type>(call, to, from, count)
     BY_TYPE(STEP)
 #undef STEP
     if (mi_type(call) == MI_I32) sum<MI_I32>(call, to, from, count);
 }
-MI_FN int mi_fused(const MiCall *call, mi_u64 to, const mi_u64 *from, mi_u64 begin, mi_u64 end) {
-    if (mi_type(call) == MI_BF16) return fused<MI_BF16>(call, to, from, begin, end);
-    if (mi_type(call) == MI_F16) return fused<MI_F16>(call, to, from, begin, end);
+// Weights are constants: they may be on their way while the launch before still runs.
+MI_FN void mi_ahead(const MiCall *call) {
+    for (mi_u32 at = MI_TID * 128; at < mi_hidden(call) * call->width; at += MI_THREADS * 128)
+        prefetch(call->weight + at);
+}
+MI_FN int mi_fused(const MiCall *call, const mi_u64 *from, mi_u32 begin, mi_u32 end) {
+    if (mi_type(call) == MI_BF16) return fused<MI_BF16>(call, from, begin, end);
+    if (mi_type(call) == MI_F16) return fused<MI_F16>(call, from, begin, end);
     return 0;
 }
 MI_FN void mi_epilogue(const MiCall *call, mi_u64 begin, mi_u64 end) {
@@ -329,9 +341,16 @@ MI_FN void mi_epilogue(const MiCall *call, mi_u64 begin, mi_u64 end) {
 #undef STEP
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) mi_kernel(const __grid_constant__ MiCall call) {
-    mi_collective(&call);
-}
+// One kernel for each kind, so that a call fetches no instructions but its own. Names: `layout.KERNELS`.
+#define KERNEL(name, kind)                                                                         \
+    extern "C" __global__ void __launch_bounds__(512, 1) name(const __grid_constant__ MiCall call) { \
+        mi_collective(&call, kind);                                                                \
+    }
+KERNEL(mi_all_kernel, MI_SUM_ALL)
+KERNEL(mi_part_kernel, MI_SUM_PART)
+KERNEL(mi_gather_kernel, MI_SUM_GATHER)
+KERNEL(mi_copy_kernel, MI_COPY)
+KERNEL(mi_meet_kernel, MI_NOTHING)
 
 // ---- copy-engine schedules: a flag in the stream's order, a wait for one, a sum of pieces ---------
 
@@ -363,7 +382,7 @@ extern "C" __global__ void mi_await(const mi_u64 *at, mi_u64 value, const mi_u64
 // call.out = sum over ranks of call.slab[r], in_len[0] elements, rank order; grid of any size.
 extern "C" __global__ void __launch_bounds__(512, 1) mi_add(const __grid_constant__ MiCall call) {
     mi_u64 begin, end, from[MI_TOP];
-    mi_stripe(call.in_len[0], call.unit, &begin, &end);
+    mi_share(call.in_len[0], call.unit, &begin, &end);
     if (begin >= end) return;
 #pragma unroll
     for (int r = 0; r < MI_TOP; r++) from[r] = call.slab[r] + begin * call.width;

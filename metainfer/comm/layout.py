@@ -50,6 +50,14 @@ class Kind(IntEnum):
     NOTHING = 4
 
 
+KERNELS = {
+    Kind.SUM_ALL: "mi_all_kernel",
+    Kind.SUM_PART: "mi_part_kernel",
+    Kind.SUM_GATHER: "mi_gather_kernel",
+    Kind.COPY: "mi_copy_kernel",
+    Kind.NOTHING: "mi_meet_kernel",
+}
+"""Kernels of ``kernels.cu``, one for each kind of call."""
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2, "float64": 3, "int32": 4}
 BYTES = 5
 
@@ -63,7 +71,7 @@ class Call(ctypes.Structure):
         *[(name, _u64 * WORLD) for name in ("slab", "in_begin", "in_len", "out_begin", "out_len")],
         *[(name, _u64) for name in ("input", "output", "side_in", "side_out", "residual")],
         *[(name, _u64) for name in ("weight", "normed", "error", "state", "slot_bytes", "stride")],
-        *[(name, _u64) for name in ("second", "unit", "budget_ns", "plan")],
+        *[(name, _u64) for name in ("second", "unit", "stripe", "budget_ns", "plan")],
         *[(name, _u32) for name in ("rank", "world", "kind", "type", "width", "shared", "same")],
         *[(name, _u32) for name in ("dry", "side", "hidden")],
         ("eps", ctypes.c_float),

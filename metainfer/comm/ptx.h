@@ -51,6 +51,7 @@ MI_FN void store_pack(mi_u64 at, Pack p) {
                  "r"(p.w[2]), "r"(p.w[3])
                  : "memory");
 }
+MI_FN void prefetch(mi_u64 at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 MI_FN float half_to_float(mi_u16 x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
@@ -60,6 +61,24 @@ MI_FN mi_u16 float_to_half(float x) {
     mi_u16 y;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
+}
+/* Two floats as bfloat16, nearest even, `low` first in memory; a NaN is 0x7fff. */
+MI_FN mi_u32 floats_to_bf16(float low, float high) {
+    mi_u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+/* Two elements of bfloat16 each, added and rounded once, nearest even; a NaN is 0x7fff. */
+MI_FN mi_u32 add_bf16(mi_u32 a, mi_u32 b) {
+    mi_u32 y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(0x3f803f80u), "r"(b)); /* times one */
+    return y;
+}
+/* Whether one of two floats is no number. */
+MI_FN bool is_nan(float a, float b) {
+    mi_u32 y;
+    asm("{ .reg .pred p; setp.nan.f32 p, %1, %2; selp.u32 %0, 1, 0, p; }" : "=r"(y) : "f"(a), "f"(b));
+    return y != 0;
 }
 /* The 256 threads of a group meet; barrier 0 is the block's. */
 MI_FN void sync_group(mi_u32 group) {

@@ -11,16 +11,19 @@
 #define EXPORT __attribute__((visibility("default")))
 #define CHUNK 2048
 
-MI_FN void mi_copy(mi_u64 to, mi_u64 from, mi_u64 bytes) {
+MI_FN void mi_copy(mi_u64 to, mi_u64 from, mi_u32 bytes) {
     memcpy((void *)to, (const void *)from, bytes);
 }
+MI_FN void mi_ahead(const MiCall *call) { (void)call; }
 MI_FN void mi_many(const MiCopies *copies) {
     for (mi_u32 i = 0; i < MI_WORLD - 1; i++)
         if (copies->bytes[i]) mi_copy(copies->to[i], copies->from[i], copies->bytes[i]);
 }
-MI_FN void mi_spread(const MiCopies *places) { mi_many(places); }
-MI_FN int mi_fused(const MiCall *call, mi_u64 to, const mi_u64 *from, mi_u64 begin, mi_u64 end) {
-    (void)call, (void)to, (void)from, (void)begin, (void)end;
+MI_FN void mi_spread(const mi_u64 *to, mi_u32 places, mi_u64 from, mi_u32 bytes) {
+    for (mi_u32 i = 0; bytes && i < places; i++) mi_copy(to[i], from, bytes);
+}
+MI_FN int mi_fused(const MiCall *call, const mi_u64 *from, mi_u32 begin, mi_u32 end) {
+    (void)call, (void)from, (void)begin, (void)end;
     return 0; /* the cache makes a second pass cheap */
 }
 
@@ -76,7 +79,7 @@ SUM(f32, float, float)
 SUM(f64, double, double)
 SUM(i32, mi_u32, mi_u32)
 
-MI_FN void mi_sum(const MiCall *call, mi_u64 to, const mi_u64 *from, mi_u64 count) {
+MI_FN void mi_sum(const MiCall *call, mi_u64 to, const mi_u64 *from, mi_u32 count) {
     switch (call->type) {
     case MI_BF16: sum_bf16((mi_u16 *)to, from, call->world, count); break;
     case MI_F16: sum_f16((mi_u16 *)to, from, call->world, count); break;
@@ -137,7 +140,7 @@ EXPORT mi_u64 mi_run(const MiCall *call, mi_u32 block, mi_u32 grid);
 mi_u64 mi_run(const MiCall *call, mi_u32 block, mi_u32 grid) {
     mi_host_block = block;
     mi_host_grid = grid;
-    return mi_collective(call);
+    return mi_collective(call, call->kind);
 }
 
 /* A slab of `bytes` becomes one that has made `calls` calls. */

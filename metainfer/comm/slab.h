@@ -66,7 +66,7 @@ typedef struct {
 
 /* One call of one rank. Addresses are as this rank sees them; counts are in elements. Rank p gets
  * in[in_begin[p] .. + in_len[p]); out[out_begin[p] .. + out_len[p]) comes from rank p, or is summed
- * by it. `unit`: elements that stay in one block. `same`: every peer gets the same range. `stride`:
+ * by it. `unit`: elements that stay in one block; `stripe`: those of a block, whole units. `same`: every peer gets the same range. `stride`:
  * bytes between the parts of different peers in a shared slot. `second`: byte offset in a slot of
  * what phase 1 carries. `state`: the call counter, with the arrivals MI_ARRIVED_AFTER further on, in
  * memory that this rank's processor counts in. `lag`: groups of blocks push one after another, so that
@@ -75,7 +75,7 @@ typedef struct {
     mi_u64 slab[MI_WORLD];
     mi_u64 in_begin[MI_WORLD], in_len[MI_WORLD], out_begin[MI_WORLD], out_len[MI_WORLD];
     mi_u64 in, out, side_in, side_out, residual, weight, normed, error, state;
-    mi_u64 slot_bytes, stride, second, unit, budget_ns, plan;
+    mi_u64 slot_bytes, stride, second, unit, stripe, budget_ns, plan;
     mi_u32 rank, world, kind, type, width, shared, same, dry, side, hidden;
     float eps;
     mi_u32 lag;
@@ -92,6 +92,7 @@ typedef struct {
 #define MI_BID ((mi_u32)blockIdx.x)
 #define MI_GRID ((mi_u32)gridDim.x)
 #define MI_UNROLL _Pragma("unroll")
+#define MI_NOW(x) asm volatile("" : "+l"(x)) /* computed here, not where it is used */
 #define MI_LOOK 255u /* polls between looks at the clock and the abort word, less one */
 
 #else
@@ -126,6 +127,7 @@ static __thread mi_u32 mi_host_block, mi_host_grid = 1;
 #define MI_BID mi_host_block
 #define MI_GRID mi_host_grid
 #define MI_UNROLL
+#define MI_NOW(x) ((void)0)
 #define MI_LOOK 63u
 
 #endif
@@ -158,14 +160,20 @@ MI_FN mi_u64 *mi_flag(mi_u64 slab, mi_u32 phase, mi_u32 block, mi_u32 peer) {
 
 /* The slot of `half` in which rank `to` finds what rank `from` wrote. */
 MI_FN mi_u64 mi_slot(const MiCall *call, mi_u32 to, mi_u32 from, mi_u32 half) {
-    const mi_u64 size = MI_SIDE + call->slot_bytes;
-    if (call->shared) return call->slab[from] + MI_HEAD + half * size;
-    return call->slab[to] + MI_HEAD + (half * (mi_u64)mi_world(call) + from) * size;
+    const mi_u32 size = MI_SIDE + (mi_u32)call->slot_bytes; /* a product of 32 bits is one instruction */
+    if (call->shared) return call->slab[from] + MI_HEAD + (mi_u64)half * size;
+    return call->slab[to] + MI_HEAD + (mi_u64)(half * mi_world(call) + from) * size;
 }
 
-/* The part of `len` elements that a block works on: whole units, contiguous. */
-MI_FN void mi_stripe(mi_u64 len, mi_u64 unit, mi_u64 *begin, mi_u64 *end) {
-    /* 32 bits: a call carries less than 2^32 bytes, and GPUs divide 64 bits slowly. */
+/* The part of `len` elements that this block works on. 32 bits: a call carries less than 2^32 bytes. */
+MI_FN void mi_stripe(const MiCall *call, mi_u64 len, mi_u32 *begin, mi_u32 *end) {
+    const mi_u32 n = (mi_u32)len, step = (mi_u32)call->stripe, a = MI_BID * step;
+    *begin = a < n ? a : n;
+    *end = n - *begin < step ? n : *begin + step;
+}
+
+/* An even share of `len` elements for each block, whole units: where nobody has set a stripe. */
+MI_FN void mi_share(mi_u64 len, mi_u64 unit, mi_u64 *begin, mi_u64 *end) {
     const mi_u32 n = (mi_u32)len, u = (mi_u32)unit, units = (n + u - 1) / u;
     const mi_u32 a = units * MI_BID / MI_GRID * u, b = units * (MI_BID + 1) / MI_GRID * u;
     *begin = a < n ? a : n;
@@ -190,10 +198,8 @@ MI_FN void mi_arrive(const MiCall *call, mi_u64 calls) {
     mi_u32 *const arrived = (mi_u32 *)mi_word(call->state, MI_ARRIVED_AFTER);
     if (call->dry || MI_TID != MI_THREADS - 1) return; /* not one of those that wait for a flag */
 #ifdef __CUDACC__
-    if (MI_GRID > 1) {
-        __threadfence(); /* the counter is read before the arrival is seen */
-        if (atomicAdd(arrived, 1u) != MI_GRID - 1) return;
-    }
+    /* No fence: every thread went on from the counter's value to addresses before they met. */
+    if (MI_GRID > 1 && atomicAdd(arrived, 1u) != MI_GRID - 1) return;
     *(volatile mi_u32 *)arrived = 0;
     *(volatile mi_u32 *)MI_PUSHED(call, calls + 1) = 0;
     *(volatile mi_u64 *)counter = calls + 1;
@@ -220,11 +226,12 @@ MI_FN void mi_take_turn(const MiCall *call, mi_u64 calls) {
     MI_SYNC();
 }
 
-/* This block's flags are posted, so its payload has left: the next group may go. */
+/* This block's payload is under way: the next group may go. It does so while flags still wait for what is
+ * before them to arrive, so the way down is never idle. */
 MI_FN void mi_pass_turn(const MiCall *call, mi_u64 calls) {
     if (call->lag < 2 || MI_GRID < call->lag || call->dry) return;
     MI_SYNC();
-    if (MI_TID == 0) {
+    if (MI_TID == MI_THREADS - 1) {
 #ifdef __CUDACC__
         atomicAdd(MI_PUSHED(call, calls), 1u);
 #else

@@ -156,7 +156,8 @@ class Kernels:
                 Call.from_buffer_copy(each) if isinstance(each, Call) else each.value
                 for each in arguments
             ]
-            Stream.known[stream].do(lambda: getattr(self, name)(grid, block, *values))
+            step = self.mi_kernel if name in layout.KERNELS.values() else getattr(self, name)
+            Stream.known[stream].do(lambda: step(grid, block, *values))
             if self._wait:
                 Stream.known[stream].synchronize()
 

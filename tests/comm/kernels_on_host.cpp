@@ -93,6 +93,16 @@ static inline unsigned short float_to_half(float x) {
     const _Float16 y = (_Float16)x;
     return convert<unsigned short>(&y);
 }
+static inline u32 floats_to_bf16(float low, float high) {
+    u32 found = 0;
+    for (int i = 0; i < 2; i++) {
+        const float x = i ? high : low;
+        const u32 bits = convert<u32>(&x), whole = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        found |= (x != x ? 0x7fffu : whole) << 16 * i;
+    }
+    return found;
+}
+static inline bool is_nan(float a, float b) { return a != a || b != b; }
 static inline void sync_group(u32 group) { pthread_barrier_wait(&group_barrier[group]); }
 // What a test does when the first thread of a block waits for the launch before, or lets the next go.
 typedef void (*Hook)();
@@ -112,9 +122,22 @@ static inline void mi_grid_trigger() { once(1); }
 extern "C" __attribute__((visibility("default"))) void set_hooks(Hook wait, Hook trigger) {
     hooks[0] = wait, hooks[1] = trigger;
 }
+static inline void prefetch(u64) {}
+static inline u32 add_bf16(u32 a, u32 b) {
+    float x[2];
+    for (int i = 0; i < 2; i++) {
+        const u32 p = a >> 16 * i << 16, q = b >> 16 * i << 16;
+        x[i] = convert<float>(&p) + convert<float>(&q);
+    }
+    return floats_to_bf16(x[0], x[1]);
+}
+static inline float __frcp_rn(float a) { return 1.0f / a; }
 static inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 #include "../../metainfer/comm/kernels.cu"
+
+static void (*const kernels[])(MiCall) = {mi_all_kernel, mi_part_kernel, mi_gather_kernel,
+                                         mi_copy_kernel, mi_meet_kernel};
 
 struct Task {
     const MiCall *call;
@@ -127,7 +150,7 @@ static void *one(void *argument) {
     if (task->add)
         mi_add(*task->call);
     else
-        mi_kernel(*task->call);
+        kernels[task->call->kind](*task->call);
     return 0;
 }
 

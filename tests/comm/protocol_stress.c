@@ -73,6 +73,7 @@ static void prepare(mi_u32 rank, mi_u64 call) {
     c->side_out = (mi_u64)side_out[rank];
     const mi_u64 part = (n + world * 4 - 1) / (world * 4) * 4;
     c->stride = part * 4;
+    c->stripe = ((kind == MI_SUM_GATHER ? part : n) + 4 * blocks - 1) / (4 * blocks) * 4;
     for (mi_u32 p = 0; p < world; p++) {
         const mi_u64 a = p * part < n ? p * part : n, b = (p + 1) * part < n ? (p + 1) * part : n;
         c->in_len[p] = kind == MI_SUM_ALL ? n : kind == MI_SUM_GATHER ? b - a : rank == root ? n : 0;

@@ -295,9 +295,10 @@ def test_waits_are_patient_until_all_are_warm_and_captured_ones_never(memory: Me
     assert comm.budget_s == card_ranks.WARM_S  # type: ignore[attr-defined]
     budgets: list[int] = []
     comm._functions = {  # type: ignore[attr-defined]
-        (layout_code, rows): lambda *given, early: budgets.append(given[3][0].budget_ns)
+        (layout_code, rows, kind): lambda *given, early: budgets.append(given[3][0].budget_ns)
         for layout_code in range(6)
         for rows in (False, True)
+        for kind in Kind
     }
     for captured in (False, True):
         request = Request(op=Op.ALL_REDUCE, count=8, dtype="float32", world=2, captured=captured)

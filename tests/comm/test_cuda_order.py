@@ -139,9 +139,9 @@ def test_calls_come_early_where_a_device_has_the_instruction(
         for comm in group.ranks:
             comm.warm(plan)  # alone: nothing follows it before the barrier of all ranks
         kernels = cast(fake_cuda.Kernels, cuda.module(loader.Variant(2, 0), 0))
-        assert kernels.early == {("mi_clear", False), ("mi_kernel", False)}
+        assert kernels.early == {("mi_clear", False), ("mi_all_kernel", False)}
         on_all(fake, group.streams, lambda r: group.ranks[r].run(plan, given))
-        assert (("mi_kernel", True) in kernels.early) is early
+        assert (("mi_all_kernel", True) in kernels.early) is early
 
 
 def test_a_rank_that_does_not_call_is_named_afterwards(fake: fake_cuda.Torch) -> None:

@@ -35,6 +35,12 @@ class Rows:
     normed: Tensor
 
 
+def stripe(piece: Piece, blocks: int) -> int:
+    """Elements of one block: whole units. The same on all ranks, for flags are per block."""
+    units = -(-max((*piece.in_len, *piece.out_len), default=0) // piece.unit)
+    return -(-units // blocks) * piece.unit
+
+
 class Caller:
     """Makes the calls of one rank. `slabs`, `error`, `state`: addresses as the code that runs a
     call sees them."""

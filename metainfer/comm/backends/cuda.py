@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from metainfer.comm import driver, layout, loader
-from metainfer.comm.backends.calls import Caller, Rows, Side, checked
+from metainfer.comm.backends.calls import Caller, Rows, Side, checked, stripe
 from metainfer.comm.backends.shm_cpu import ShmComm
 from metainfer.comm.backends.slabs import gather_bytes
 from metainfer.comm.errors import CommError
@@ -105,7 +105,7 @@ class CudaComm(Caller):
         self._died: int | None = None
         self._word = torch.zeros(1, dtype=torch.int64).pin_memory()
         self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._functions: dict[tuple[int, bool], driver.Function] = {}
+        self._functions: dict[tuple[int, bool, Kind], driver.Function] = {}
         if clear:
             self._clear(first_call)
         else:
@@ -123,10 +123,10 @@ class CudaComm(Caller):
     def warm(self, plan: CommPlan) -> None:
         """Load the plan's kernel and launch it once dry; to be done by all ranks, with a barrier
         after it, before the first live call."""
-        function = self._function(plan.request)
         stream = torch.cuda.current_stream(self.index).cuda_stream
         scratch = torch.zeros(1 << 20, dtype=torch.uint8, device=f"cuda:{self.index}")
-        for call, _ in self.calls_of(plan)[:1]:
+        for call, piece in self.calls_of(plan)[:1]:
+            function = self._function(plan.request, piece.kind)
             call.dry, kept = 1, list(call.in_len)
             call.in_len[:] = [0] * layout.WORLD
             lengths = list(call.out_len)
@@ -153,13 +153,14 @@ class CudaComm(Caller):
         self.check()
         request = plan.request
         out = checked(request, self.rank, given, out, "cuda")
-        function = self._function(request)
         stream = torch.cuda.current_stream(self.index).cuda_stream
         for call, piece in self.calls_of(plan):
             self.fill(call, piece, request, given, out, side, rows)
             if request.captured:
                 call.budget_ns = int(min(self.budget_s, BUDGET_S) * 1e9)
             blocks, call.lag = self._grid(piece, call.width)
+            call.stripe = stripe(piece, blocks)
+            function = self._function(request, piece.kind)
             function(blocks, self.threads, stream, [call], early=self.early)
         return out
 
@@ -236,11 +237,11 @@ class CudaComm(Caller):
         driver.copy_up(slab + layout.AT_ABORT, self._word.data_ptr(), 8, stream)
         self._aside.synchronize()
 
-    def _function(self, request: Request) -> driver.Function:
-        key = (element_type(request), request.epilogue is not None)
+    def _function(self, request: Request, kind: Kind) -> driver.Function:
+        key = (element_type(request), request.epilogue is not None, kind)
         if key not in self._functions:
-            loaded = module(Variant(self.world, *key), self.index)
-            self._functions[key] = loaded.function("mi_kernel")
+            loaded = module(Variant(self.world, *key[:2]), self.index)
+            self._functions[key] = loaded.function(layout.KERNELS[kind])
         return self._functions[key]
 
     def close(self) -> None:

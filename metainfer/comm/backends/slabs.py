@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metainfer.comm import layout
-from metainfer.comm.backends.calls import Caller, Rows, Side, checked
+from metainfer.comm.backends.calls import Caller, Rows, Side, checked, stripe
 from metainfer.comm.errors import CommError
 from metainfer.comm.layout import Code, ErrorRecord
 from metainfer.comm.pieces import Slots
@@ -107,6 +107,7 @@ class SlabComm(Caller):
             out = checked(request, self.rank, given, out)
             for call, piece in self.calls_of(plan):
                 self.fill(call, piece, request, given, out, side, rows)
+                call.stripe = stripe(piece, 1)
                 code = self._library.mi_run(ctypes.byref(call), 0, 1)
                 if code:
                     self._broken = self._failure(Code(code), plan)
