@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from metainfer.comm.backends.cuda import CudaComm, host_slot_bytes, open_host, open_ipc
+from metainfer.comm.backends.cuda import CudaComm, open_host, open_ipc
 from metainfer.comm.backends.cuda_copy import open_copy
 from metainfer.comm.backends.nccl import NcclComm
 from metainfer.comm.backends.shm_cpu import ShmComm
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.plan import CommPlan, Offer, choose
 from metainfer.comm.request import Op, Precision, Request, shard
+from metainfer.comm.rooms import host_slot_bytes
 from metainfer.workers.wire import RankFacts
 
 COPY_PART = (32 << 20) + 4096

@@ -22,7 +22,6 @@ from metainfer.comm.backends.calls import DTYPES
 from metainfer.comm.backends.cuda import (
     BUDGET_S,
     CudaComm,
-    host_slot_bytes,
     open_host,
     open_ipc,
 )
@@ -38,6 +37,7 @@ from metainfer.comm.plan import AUTO, CommPlan, Offer, choose
 from metainfer.comm.plan_file import Tiers
 from metainfer.comm.plan_offers import COPIED, COPY, Ability, cuda_abilities
 from metainfer.comm.request import ELEMENT_BYTES, Op, Precision, Request, shard
+from metainfer.comm.rooms import PROVEN, host_slot_bytes, part_bytes
 from metainfer.comm.side import Turns
 from metainfer.comm.topology import Topology
 from metainfer.core.errors import UserError
@@ -49,9 +49,6 @@ CONTROL_BYTES = 1 << 16
 HOST_COPY = f"host:{COPY}"
 OPENED = ("ipc", "host", HOST_COPY, "nccl")
 ON_REQUEST = reject("on-request", "opened only when it is asked for: --collectives nccl")
-PROVEN = (1, 777, 70_001)
-"""Elements of the messages that a backend has to get right before it is used."""
-PROVEN_BYTES = 8 * PROVEN[-1]
 
 
 class CardRanks:
@@ -91,7 +88,7 @@ class CardRanks:
                     tree.group(len(members), place.layout.ranks),
                     device.index or 0,
                     wanted=_wanted(method, tree, every=every, sharing=sharing),
-                    part_bytes=-(-max(most_bytes, PROVEN_BYTES) // len(members)) + 4096,
+                    part_bytes=part_bytes(len(members), most_bytes),
                 )
                 group.prove(dtype)
                 group.start(method, tiers or {})

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from metainfer.comm.api import Communicator
-from metainfer.comm.backends.cuda import SLOT_BYTES, host_slot_bytes
 from metainfer.comm.backends.emulated import EmulatedComm, HostWait, Price, Wait, Waited
 from metainfer.comm.backends.emulated_card import DeviceWait
 from metainfer.comm.model import host_bytes
@@ -17,6 +16,7 @@ from metainfer.comm.pieces import Slots
 from metainfer.comm.plan import AUTO, CommPlan
 from metainfer.comm.plan_offers import COPY, CUDA_BACKENDS, cuda_abilities, offers
 from metainfer.comm.request import Op, Precision
+from metainfer.comm.rooms import SLOT_BYTES, host_slot_bytes
 from metainfer.comm.side import Done, Pending, Turns
 from metainfer.comm.topology import Topology
 

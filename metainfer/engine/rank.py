@@ -18,6 +18,7 @@ from metainfer.comm.peers import Place
 from metainfer.comm.plan import AUTO
 from metainfer.comm.plan_file import Tiers, parse
 from metainfer.comm.request import ELEMENT_BYTES
+from metainfer.comm.rooms import longest_bytes
 from metainfer.comm.side import Turns
 from metainfer.comm.topology import from_facts, one_switch
 from metainfer.core.digest import to_plain
@@ -153,16 +154,16 @@ def links_of(
 
     layout, plan = place.layout, resolved.plan
     tree = one_switch(layout.ranks) if intent.one_card else from_facts(facts)
-    domains = layout.expert // layout.tensor if place.shares_tokens else 1
-    costs, tokens = resolved.arch.costs(), plan.limits.step_tokens * domains
+    costs = resolved.arch.costs()
     hidden = costs.hidden if costs is not None else 0  # unknown: copy engines get little room
+    row_bytes = hidden * ELEMENT_BYTES[plan.model.dtype]
     return CardRanks(
         token,
         place,
         tree,
         device,
         dtype=plan.model.dtype,
-        most_bytes=tokens * hidden * ELEMENT_BYTES[plan.model.dtype],
+        most_bytes=longest_bytes(layout, plan.limits.step_tokens, row_bytes),
         method=intent.collectives or AUTO,
         tiers=tiers,
         sharing=intent.one_card,

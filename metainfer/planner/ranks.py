@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from metainfer.comm.plan import AUTO
+from metainfer.comm.rooms import longest_bytes, room_of
 from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, Limits, StepGraph
@@ -39,8 +41,8 @@ from metainfer.platform.facts import CPU, Facts
 
 UNKNOWN_MEMORY = "unknown_memory"
 
-SLAB_BYTES = 64 << 20
-"""Slabs and flags through which one rank talks to the others (seed)."""
+NCCL_BYTES = 64 << 20
+"""What NCCL keeps for a group (seed)."""
 
 MOST_SEQUENCES = 4096
 """Where capacity pairs stop counting sequences of one domain."""
@@ -196,7 +198,7 @@ class Cards:
             self._activations(layout, needs),
             *self._fetched(layout, packings),
             *self._copied(choices, running or self.running(layout), needs),
-            *self._slabs(layout),
+            *self._meeting(layout),
             *self._graphs(layout, groups, running or self.running(layout), needs),
         )
         held = total([row for row in (*weights, *beside) if row.memory == "device"])
@@ -370,15 +372,31 @@ class Cards:
             longest = min(longest, border - 1)
         return graphs.wanted(device.kind, running, self.limits, self.draft, layout, longest)
 
-    def _slabs(self, layout: LayoutPlan) -> list[LedgerRow]:
-        """Peers that may write into each other meet on the cards, others in pinned memory."""
+    def _meeting(self, layout: LayoutPlan) -> list[LedgerRow]:
+        """Through what ranks meet, on the card and pinned in host memory."""
         if not talks(layout):
             return []
         pairs = [link for link in self.facts.links if link.source >= 0]
         peers = bool(pairs) and all(link.peer_write for link in pairs)
-        memory = "device" if peers else "pinned"
-        item = "communication slabs (seed)"
-        return [LedgerRow(item=item, kind="communication", bytes=SLAB_BYTES, memory=memory)]
+        method = self.intent.collectives or AUTO
+        if self.facts.device.kind == CPU:
+            method = "shm_cpu"
+        if method == "nccl":
+            item = "buffers of NCCL (seed)"
+            return [LedgerRow(item=item, kind="communication", bytes=NCCL_BYTES)]
+        costs = self.arch.costs()
+        row = costs.hidden * DTYPE_BYTES[self.dtype] if costs is not None else 0
+        longest = longest_bytes(layout, self.limits.step_tokens, row)
+        room = room_of(layout, longest, peers=peers or self.intent.one_card, method=method)
+        rows = (
+            ("messages between ranks", room.device, "device"),
+            ("slabs and staging memory between ranks", room.pinned, "pinned"),
+        )
+        return [
+            LedgerRow(item=item, kind="communication", bytes=held, memory=memory)
+            for item, held, memory in rows
+            if held
+        ]
 
     def _rest(self, held: int, needs: Needs | None) -> list[LedgerRow]:
         """Reserve and what is left over, on a card whose memory is known."""

@@ -27,8 +27,10 @@ from metainfer.comm.errors import CommError
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.layout import Kind
 from metainfer.comm.peers import Place
+from metainfer.comm.plan import AUTO
 from metainfer.comm.plan_offers import COPIED
 from metainfer.comm.request import Op
+from metainfer.comm.rooms import room_of
 from metainfer.comm.topology import Topology, no_peer, one_switch
 from metainfer.core.errors import RefusedError
 from metainfer.core.plan import LayoutPlan
@@ -100,6 +102,17 @@ def opened(tree: Topology, layout: LayoutPlan = TP2, **options: Any) -> list[Car
     )
 
 
+def held_on_card(ranks: list[CardRanks], memory: Memory) -> list[int]:
+    """By rank; slabs on cards are as many and as large on all."""
+    found = []
+    for each in ranks:
+        copies = [group.opened.get(card_ranks.HOST_COPY) for group in each._groups.values()]
+        held = [one._scratch.numel() for one in copies if isinstance(one, cuda_copy.CopyRank)]
+        slabs = sum(len(buffer) - 4096 for buffer in memory.held.values()) // len(ranks)
+        found.append(sum(held) + slabs)
+    return found
+
+
 def paths(ranks: CardRanks) -> dict[str, float]:
     found: dict[str, float] = {}
     for group in ranks.describe().values():
@@ -125,6 +138,8 @@ def test_sums_and_stacks_over_cards(
 
         tree = dataclasses.replace(tree, peer=True)
     ranks = opened(tree, **options)
+    room = room_of(TP2, 1 << 20, peers=tree.peer is True, method=options.get("method", AUTO))
+    assert held_on_card(ranks, memory) == [room.device] * 2
     parts = [torch.randn(5, 6, generator=torch.Generator().manual_seed(r)) for r in range(2)]
 
     def step(rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,10 +7,10 @@ from fractions import Fraction
 import pytest
 
 from metainfer.comm import layout
-from metainfer.comm.backends.cuda import host_slot_bytes
 from metainfer.comm.model import MIB, host_bytes, host_limit_us
 from metainfer.comm.pieces import Slots, cut
 from metainfer.comm.request import Op, Request
+from metainfer.comm.rooms import host_slot_bytes
 
 
 def counted(algorithm: str, world: int, size: int, rank: int) -> tuple[int, int]:

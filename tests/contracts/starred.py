@@ -95,6 +95,7 @@ STARRED = (
     "comm.peers",
     "comm.plan*",
     "comm.request",
+    "comm.rooms",
     "comm.side",
     "comm.topology*",
     "engine.client",

@@ -5,16 +5,21 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from metainfer.core.intent import Intent
 from metainfer.core.plan import StepGraph
 from metainfer.core.step import Phase
+from metainfer.engine.elsewhere import describe
 from metainfer.planner.amounts import Amounts
 from metainfer.planner.bound import Bound
 from metainfer.planner.candidate import Candidate
 from metainfer.planner.goals import best_for, lost, why
+from metainfer.planner.opening import open_model
 from metainfer.planner.predict import Prediction
+from metainfer.planner.resolve import Resolved
 from metainfer.planner.steps import StepCost
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -33,6 +38,58 @@ def test_a_step_by_hand() -> None:
     assert PRICE(Phase.CHUNK, long) == pytest.approx(busy - 0.01 + 1 + 0.003)
     assert Bound(1e12, None)(Phase.DECODE, amounts) == pytest.approx(0.01 + 0.003)
     assert replace(PRICE, slower=2.0)(Phase.DECODE, amounts) == pytest.approx(2 * busy + 0.006)
+
+
+def planned(**wishes: Any) -> Resolved:
+    """Twelve layers on one H200."""
+    model = f"{recorded.FULL}?layers=12"
+    return describe("1x-h200").resolve(open_model(model), Intent(model=model, **wishes))
+
+
+def test_one_card_by_hand() -> None:
+    """Twelve layers on an H200: bytes, FLOPs and 41 kernels a layer, one after the other."""
+    found = planned(concurrency=4)
+    (only,) = found.layouts
+    assert only.held is not None and only.prediction is not None
+    weights = {row.item: row.bytes for row in only.held.weights}
+    experts = weights.pop("experts.w13") + weights.pop("experts.w2")
+    dense = sum(weights.values()) - weights["embed"] - weights["rotary tables"]
+    arch, specs = found.arch, only.held.specs
+    costs = arch.costs()
+    assert costs is not None
+    read = costs.cache_reads(specs, 8192)
+    assert only.cost is not None
+    flops = sum(costs.decode_attention_flops(8192)) + 2 * sum(
+        getattr(only.cost.work, name) for name in ("dense", "head", "routed")
+    )
+
+    def seconds(moved: float, sequences: int) -> float:
+        busy = moved / (0.9 * 4.3e12) + sequences * flops / (0.7 * 690e12)
+        return busy + 12 * 41 * 2.1e-6
+
+    one = dense + experts * 6 / 256 + read
+    assert only.prediction.one_tok_s == pytest.approx(1 / seconds(one, 1))
+    four = dense + experts * (1 - (250 / 256) ** 4) + 4 * read
+    assert only.prediction.decode_tok_s == pytest.approx(4 / seconds(four, 4))
+    assert only.prediction.prefill_tok_s is not None and only.prediction.assumed == ()
+
+
+def test_the_measured_engine_lies_in_the_band() -> None:
+    """A stock engine's rows on one H200, 12 layers: 4.05 ms a step for 1 sequence, 13.0 for 128;
+    8,192 tokens in 203 ms."""
+    found = planned(concurrency=128, context=8192)
+    prediction = found.layouts[0].prediction
+    assert prediction is not None
+    low, high = prediction.to_json()["band"]  # type: ignore[misc]
+    assert (low, high) == (0.4, 2.0)
+    rows = (
+        (prediction.one_tok_s, 1 / 4.05e-3),
+        (prediction.decode_tok_s, 128 / 13.0e-3),
+        (prediction.prefill_tok_s, 8192 / 0.203),
+    )
+    for predicted, measured in rows:
+        assert predicted is not None
+        assert low * predicted <= measured <= high * predicted
 
 
 OLD_MESSAGES = "recorded when numbers and weights of experts were messages of their own"

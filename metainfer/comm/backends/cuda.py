@@ -29,8 +29,8 @@ from metainfer.comm.loader import Variant
 from metainfer.comm.pieces import Piece, Slots, element_type
 from metainfer.comm.plan import CommPlan
 from metainfer.comm.request import Request
+from metainfer.comm.rooms import SLOT_BYTES
 
-SLOT_BYTES = 1 << 20
 BUDGET_S = 20.0
 """How long a peer is waited for while serving; what is captured has it for good."""
 MAX_THREADS = 512
@@ -38,16 +38,8 @@ BLOCK_BYTES = 16 << 10
 GRIDS = ((2 << 20, 16, 4), (1 << 20, 8, 2), (256 << 10, 16, 2))
 """Of calls through host memory: from how many bytes on, stripes, and groups of them that push in
 turn. The fastest of two H200 without peer access (record 2026-11-30-2xh200-streams-second)."""
-HOST_BYTES = 8 << 20
-"""Of a small group's slots in host memory. A layout has up to five groups, and a container often
-64 MiB of shared memory for all of them."""
 _STATE_BYTES = 4096
 _modules: dict[tuple[Variant, str], driver.Module] = {}
-
-
-def host_slot_bytes(world: int) -> int:
-    """Payload of a slot in host memory: two for each of `world` ranks, `SLOT_BYTES` at least."""
-    return max(SLOT_BYTES, HOST_BYTES // (2 * world))
 
 
 def module(variant: Variant, device: int) -> driver.Module:
