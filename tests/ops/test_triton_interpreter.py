@@ -21,6 +21,7 @@ SMALL = ("swiglu", "embed", "kv_write", "rmsnorm", "add_rmsnorm", "rope")
 RUNS = [f"{op}/triton:{dtype}" for op in SMALL for dtype in ("float16", "float32")] + [
     "attn_paged/triton:float16",
     "attn_paged/triton-split:float32",
+    "attn_paged_part/triton:float16",
     "out_group/triton:float16",
 ]
 

@@ -5,6 +5,7 @@ Entries and keys that nobody lists are poison. Scores of the choice are exact in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from metainfer.kv.store.entries import EntryPages, gather, locate
+from metainfer.ops.attn_paged.ref import gather as gather_rows
 from metainfer.ops.case import Case, generator, integers, normal
 from metainfer.ops.case_caches import Entries, Form, Single, paged
 from metainfer.ops.common import wide
@@ -95,6 +97,9 @@ PAGED = (
     ("borders", ((1, 7), (1, 8), (1, 9)), 4, 2, 16, 8),
     ("verify-padded", ((3, 20), (2, 5)), 6, 2, 32, 2),
     ("group", ((1, 65), (2, 40)), 16, 1, 64, 16),
+    ("nothing", ((1, 0), (2, 1), (1, 9)), 4, 2, 64, 4),
+    ("ties-padded", ((1, 130), (0, 5), (1, 33)), 6, 1, 128, 8),
+    ("wide", ((1, 300), (3, 70)), 12, 4, 96, 32),
 )
 
 
@@ -107,12 +112,14 @@ def paged_cases(seed: int) -> list[Case]:
         caches = [
             torch.full((pages * page, hkv, d), torch.nan, dtype=torch.float64) for _ in range(2)
         ]
-        counts, row = torch.zeros(rows + padding, dtype=torch.int64), 0
+        counts, row = torch.full((rows + padding,), 2, dtype=torch.int64), 0  # none sees padding's
         for s, (n, count) in enumerate(sequences):
             slots = locate(table[s], page, torch.arange(count))
             for cache in caches:
                 cache[slots] = normal(g, count, hkv, d)
-            counts[row : row + n] = torch.arange(count - n, count) + 1
+            if "ties" in name:  # every key as good as any other
+                caches[0][slots] = normal(g, 1, hkv, d)
+            counts[row : row + n] = (torch.arange(count - n, count) + 1).clamp_min(0)
             row += n
         found.append(
             Case(
@@ -130,7 +137,7 @@ def paged_cases(seed: int) -> list[Case]:
                     "rows": rows + padding, "seqs": len(sequences), "hq": hq, "hkv": hkv, "d": d,
                     "page": page, "context": 100, "shards": 2,
                 },
-                rows=rows,
+                rows=rows + padding,  # which finds nothing
             )
         )  # fmt: skip
     return found
@@ -267,10 +274,29 @@ def part_recipe(
     return mixed, logs
 
 
-def paged_recipe(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The mix rounded to the dtype, as attention whole leaves it."""
-    mixed, logs = attn_paged_part(q, *args, **kwargs)
-    return wide(mixed.to(q.dtype)), logs
+def paged_recipe(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    counts: Tensor,
+    query_start: Tensor,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """As attention whole: weights and mix rounded to the dtype; the logarithm stays wide."""
+    mixed, logs = attn_paged_part(q, k_cache, v_cache, page_table, counts, query_start, scale=scale)
+    starts, group = query_start.tolist(), q.shape[1] // k_cache.shape[2]
+    for s in range(len(starts) - 1):
+        for row in range(starts[s], starts[s + 1]):
+            keys, values = (
+                gather_rows(cache, page_table[s], 0, int(counts[row])).repeat_interleave(group, 1)
+                for cache in (k_cache, v_cache)
+            )
+            logits = torch.einsum("hd,khd->hk", wide(q[row]), wide(keys)) * scale
+            weights = wide((logits - logs[row].unsqueeze(1)).exp().to(q.dtype))
+            mixed[row] = wide(torch.einsum("hk,khd->hd", weights, wide(values)).to(q.dtype))
+    return mixed, logs
 
 
 def _wrong_part(**more: Any) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -284,6 +310,25 @@ def _wrong_part(**more: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         return attn_part(q, pages, table, listed, given["sinks"], starts, scale=given["scale"])
 
     return wrong
+
+
+def _wrong_paged(less: int = 0, **more: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The last `less` keys left out, or another scale."""
+
+    def wrong(
+        q: Tensor, keys: Tensor, values: Tensor, table: Tensor, counts: Tensor, starts: Tensor,
+        *, scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        seen, given = (counts - less).clamp_min(0), {"scale": scale} | more
+        return attn_paged_part(q, keys, values, table, seen, starts, **given)
+
+    return wrong
+
+
+def _log_of_two(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The logarithm to the base 2."""
+    mixed, logs = attn_paged_part(*args, **kwargs)
+    return mixed, torch.where(logs > EMPTY, logs / math.log(2), logs)
 
 
 def _not_weighed(
@@ -342,6 +387,11 @@ MISTAKES = {
     "attn_part": {
         "sink": (_wrong_part(sinks=None),),
         "scale": (_wrong_part(scale=1.0),),
+    },
+    "attn_paged_part": {
+        "scale": (_wrong_paged(scale=1.0),),
+        "last key": (_wrong_paged(less=1),),
+        "base of the logarithm": (_log_of_two,),
     },
     "attn_weigh": {"weights of parts": (_not_weighed,), "inverse rope": (_not_turned,)},
     "index_merge": {"tie order": (_higher_on_ties,)},

@@ -1,10 +1,14 @@
 """Declared implementations of the ops of a cache that is dealt over ranks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from metainfer.core.verdict import Verdict
+from metainfer.kernels.conditions import custom, one_of, shared_memory
 from metainfer.kernels.cost import elementwise, extent, roofline, width
 from metainfer.kernels.impl import Context
-from metainfer.ops.declare import portable, reference
+from metainfer.ops.attn_paged.tiles import HEAD_DIMS, SPLIT, rows_for
+from metainfer.ops.declare import TRITON, own_matrix_unit, portable, reference, triton
 from metainfer.ops.declare_entries import KEYS, LATENTS, moved, torch_and_reference
 
 PAGES = {"kv": "kv-pages@1"}
@@ -28,19 +32,40 @@ def _mix(passes: float, launches: int, part: float) -> Callable[[str], Callable[
     return made
 
 
+def _keys(c: Context) -> float:
+    """Of all queries, each its rank's part of a context."""
+    return float(extent(c, "rows") * extent(c, "context", 1024) / extent(c, "shards"))
+
+
+def _read(c: Context) -> float:
+    """Keys and values once, queries in and wide mixes out."""
+    rows = extent(c, "rows") * extent(c, "hq") * extent(c, "d") * (width(c) + 4)
+    return _keys(c) * extent(c, "hkv") * extent(c, "d") * 2 * width(c) + rows
+
+
+def _products(c: Context) -> float:
+    return 4.0 * _keys(c) * extent(c, "hq") * extent(c, "d")
+
+
 def _paged(passes: float, launches: int, part: float) -> Callable[[Context], float | None]:
     """Each query's part of its context, widened (seeds)."""
 
-    def keys(c: Context) -> float:
-        return float(extent(c, "rows") * extent(c, "context", 1024) / extent(c, "shards"))
-
     def traffic(c: Context) -> float:
-        return passes * keys(c) * extent(c, "hkv") * extent(c, "d") * 2 * (width(c) + 4)
+        return passes * _keys(c) * extent(c, "hkv") * extent(c, "d") * 2 * (width(c) + 4)
 
-    def operations(c: Context) -> float:
-        return 4.0 * keys(c) * extent(c, "hq") * extent(c, "d")
+    return roofline(traffic, _products, launches=launches, part=part, element="float32")
 
-    return roofline(traffic, operations, launches=launches, part=part, element="float32")
+
+def _group(c: Context) -> int:
+    """Query heads, of all ranks that share keys, for each cache head; 0 if they do not divide."""
+    hq, hkv = extent(c, "hq", 0), extent(c, "hkv", 0)
+    return int(hq // hkv) if hkv and hq % hkv == 0 else 0
+
+
+def _fits(c: Context) -> Verdict:
+    tile = replace(SPLIT, m=rows_for(SPLIT, max(_group(c), 1)))
+    needed = tile.shared_bytes(int(extent(c, "d")), width(c), c.facts.device.capability)
+    return shared_memory(needed)(c)
 
 
 def _weighed(c: Context) -> float:
@@ -80,6 +105,21 @@ IMPLS = (
         ("dealt.torch_dealt:attn_part", "dealt.ref:attn_part"),
         (_mix(4, 14, 0.4), _mix(8, 400, 0.3)),
         graph_safe=True,
+    ),
+    triton(
+        "attn_paged_part",
+        "dealt.triton:attn_paged_part",
+        conditions=(
+            *TRITON,
+            one_of("d", HEAD_DIMS),
+            one_of("page", (2, 4, 8, 16, 32, 64)),
+            custom("shape", lambda c: 1 <= _group(c) <= 32, "Hq / Hkv must be whole, at most 32"),
+            _fits,
+        ),
+        requires_layout=PAGES,
+        native_when=(own_matrix_unit,),
+        cost=roofline(_read, _products, launches=2, part=0.75),
+        tile={"m": SPLIT.m, "n": SPLIT.n, "warps": SPLIT.warps, "stages": SPLIT.stages},
     ),
     portable(
         "attn_paged_part",
