@@ -112,7 +112,7 @@ def assemble(
             drafts=plan.draft.depth,
             model_drafts=drafter,
             adapters=arch.adapters.count if arch.adapters else 0,
-            prompts=prompt_ranks(model, parts, store, groups, place, ranks, device),
+            prompts=prompt_ranks(model, parts, store, groups, place, ranks, device, plan.halves),
             dealt=dealt_chunks(model, groups, layout, ranks, device),
             overlap=plan.overlap,
             halves=plan.halves,

@@ -1,10 +1,12 @@
-"""A rank's part of a segment as two: the earlier rows and the later."""
+"""A segment, or a rank's part of one, as two: the earlier rows and the later."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
-from metainfer.core.step import RankTokens, TokenRun
+from metainfer.core.step import RankTokens, Segment, TokenRun
 
 
 def halves(rank: RankTokens) -> tuple[RankTokens, RankTokens]:
@@ -15,9 +17,27 @@ def halves(rank: RankTokens) -> tuple[RankTokens, RankTokens]:
     """
     total = rank.tokens + rank.padding
     room = -(-total // 2)
-    first: list[TokenRun] = []
-    second: list[TokenRun] = []
-    for run in rank.runs:
+    first, second = _cut(rank.runs, room)
+    ahead, behind = (sum(len(run.tokens) for run in half) for half in (first, second))
+    return RankTokens(first, room - ahead), RankTokens(second, total - room - behind)
+
+
+def halves_of(segment: Segment) -> tuple[Segment, Segment]:
+    """All rows of a segment that ranks share, one domain's behind another's; at least two."""
+    room = -(-sum(rank.tokens for rank in segment.ranks) // 2)
+    first, second = [], []
+    for rank in segment.ranks:
+        ahead, behind = _cut(rank.runs, room)
+        first.append(RankTokens(ahead))
+        second.append(RankTokens(behind))
+        room -= first[-1].tokens
+    return replace(segment, ranks=tuple(first)), replace(segment, ranks=tuple(second))
+
+
+def _cut(runs: Sequence[TokenRun], room: int) -> tuple[tuple[TokenRun, ...], tuple[TokenRun, ...]]:
+    """The first `room` rows, or all, and the rest."""
+    first, second = list[TokenRun](), list[TokenRun]()
+    for run in runs:
         length = len(run.tokens)
         here = min(length, room)
         if here:
@@ -25,8 +45,7 @@ def halves(rank: RankTokens) -> tuple[RankTokens, RankTokens]:
         if here < length:
             second.append(run if not here else _tail(run, here))
         room -= here
-    left = total - -(-total // 2) - sum(len(run.tokens) for run in second)
-    return RankTokens(tuple(first), room), RankTokens(tuple(second), left)
+    return tuple(first), tuple(second)
 
 
 def _head(run: TokenRun, count: int) -> TokenRun:

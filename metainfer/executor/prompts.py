@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from metainfer.comm.peers import Peers, Place, Ranks
+from metainfer.comm.side import Turns
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import RunResult, Segment
+from metainfer.executor.halves import halves_of
 from metainfer.executor.sampler import fail_silent, finish_runs
 from metainfer.executor.slots import SlotTable
 from metainfer.executor.spread import Ints, Keeping, Rows, tables
@@ -22,14 +25,16 @@ from metainfer.kernels.table import PhaseOps
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.kv.store.pools import KVStore
 from metainfer.models.common.inputs import GroupInputs, SegmentInputs
+from metainfer.models.common.lanes import interleave
 from metainfer.models.common.spread import Part, Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRanks:
     """`model` has whole matrices, in `parts` parts; `decoder` is the model of decodes, whose head
-    makes logits. `peers` share the rows; `domain`: this rank's, of `domains`. `moved`: bytes that
-    came from others, by what they were."""
+    makes logits. `peers` share the rows; `domain`: this rank's, of `domains`. Chunks of at least
+    `halves` tokens are computed as two halves in `turns`; 0: none. `moved`: bytes that came from
+    others, by what they were."""
 
     model: Any
     decoder: Any
@@ -42,27 +47,48 @@ class PromptRanks:
     parts: int
     keeping: Keeping
     shards: Peers
+    halves: int
+    turns: Turns
     moved: Counter[str] = field(default_factory=Counter)
 
     def run(
         self, segment: Segment, slots: SlotTable, ops: PhaseOps, *, guard: bool
     ) -> list[RunResult]:
         """Compute a segment of chunks; results of the runs of this rank's domain."""
-        rows = Rows(segment, self.peers.rank, self.peers.size, self.domain)
-        inputs = self._inputs(rows, slots)
-        hidden = self.model.forward(inputs, self.store.layers, ops, segment.stop_layer)
-        normed: Tensor = self.model.normed(hidden)  # [m, D]
+        long = 0 < self.halves <= sum(rank.tokens for rank in segment.ranks)
+        parts = halves_of(segment) if long else (segment,)
+        with self.turns if long else nullcontext():
+            found = self.computed(parts, slots, ops)
         own = segment.ranks[self.domain].runs
         results = [RunResult(run.slot) for run in own]
-        answers = self._answers(rows, normed)
+        answers = torch.cat([self._answers(rows, normed) for rows, normed in found])
         if len(answers):
             logits = self.decoder.head(answers, ops)
             results = finish_runs(logits, own, slots, ops, guard=guard)
         if guard:
-            flags = torch.isfinite(normed.flatten(1)).all(dim=1).to(torch.uint8)  # [m]
-            finite = self.peers.rows(flags)[to_device(_rows_of_own(rows), self.device)]
-            fail_silent(finite.bool().tolist(), own, results)
+            finite = torch.cat([self._finite(rows, normed) for rows, normed in found])
+            fail_silent(finite.tolist(), own, results)
         return results
+
+    def computed(
+        self, parts: Sequence[Segment], slots: SlotTable, ops: PhaseOps
+    ) -> list[tuple[Rows, Tensor]]:
+        """Of each of `parts`, lanes that take turns: who has which rows, and own ones [m, D] as the
+        head reads them."""
+        each = [Rows(part, self.peers.rank, self.peers.size, self.domain) for part in parts]
+        lanes = [
+            self.model.lane(self._inputs(rows, slots), self.store.layers, ops, part.stop_layer)
+            for rows, part in zip(each, parts, strict=True)
+        ]
+        return [
+            (rows, self.model.normed(hidden))
+            for rows, hidden in zip(each, interleave(lanes), strict=True)
+        ]
+
+    def _finite(self, rows: Rows, normed: Tensor) -> Tensor:
+        """bool: of each row of this domain's runs, whoever computed it."""
+        flags = torch.isfinite(normed.flatten(1)).all(dim=1).to(torch.uint8)  # [m]
+        return self.peers.rows(flags)[to_device(_rows_of_own(rows), self.device)].bool()
 
     def _answers(self, rows: Rows, normed: Tensor) -> Tensor:
         """Rows [R, D] of this domain's runs that need logits, whoever computed them."""
@@ -116,6 +142,7 @@ def prompt_ranks(
     place: Place | None,
     ranks: Ranks,
     device: torch.device,
+    halves: int = 0,
 ) -> PromptRanks | None:
     """Beside the `model` of decodes, where a layout's ranks share the rows of chunks; else None."""
     if place is None or place.layout.prefill == 1:
@@ -132,6 +159,8 @@ def prompt_ranks(
         parts=len(parts),
         keeping=_keeping(place.layout, groups),
         shards=ranks.shards,
+        halves=halves,
+        turns=ranks.turns,
     )
 
 

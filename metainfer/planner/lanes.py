@@ -45,8 +45,8 @@ def halves(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
         cause = "--halves is 1: a chunk of one row has no halves."
         raise UsageError(cause, "Name 2 tokens or more, or 0 for never.")
     against = _against_started(layout, cards)
-    if layout.tensor == 1 and layout.expert <= 1:
-        against.append(Reason("alone", "no rank waits for another inside a step"))
+    if layout.expert <= 1 and (layout.tensor == 1 or layout.prefill > 1):
+        against.append(Reason("alone", "no rank waits for another inside a chunk but for entries"))
     if cards.draft.method == MODEL:
         against.append(Reason("draft", "a model that drafts reads every row of a chunk"))
     gain = _of_chunks(HALVES, layout, cards)
@@ -64,6 +64,9 @@ def sum_pieces(layout: LayoutPlan, cards: Cards, halves: int, ledger: DecisionLe
     against = _against_started(layout, cards)
     if layout.tensor == 1:
         against.append(Reason("alone", "no ranks hold parts of one sum"))
+    if layout.prefill > 1:
+        text = "ranks that share a chunk's rows add the parts of a sum by themselves"
+        against.append(Reason("layout", text))
     if layout.expert > layout.tensor:
         text = "domains meet at the experts: what comes back is scattered, not summed everywhere"
         against.append(Reason("not-built", text))
@@ -81,8 +84,8 @@ def sum_pieces(layout: LayoutPlan, cards: Cards, halves: int, ledger: DecisionLe
 def _against_started(layout: LayoutPlan, cards: Cards) -> list[Reason]:
     """What stands against sums of a chunk that go on while it computes."""
     against = []
-    if layout.prefill > 1 or layout.shards > 1:
-        text = "ranks that share a chunk's rows or a cache gather entries layer by layer, in one go"
+    if layout.shards > 1 and layout.prefill == 1:
+        text = "ranks that share a cache gather entries layer by layer, in one go"
         against.append(Reason("not-built", text))
     if cards.emulated is not None:
         against.append(Reason("emulated", "waits for peers that are a stand-in overlap nothing"))

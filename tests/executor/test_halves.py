@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metainfer.core.step import RankTokens, TokenRun
-from metainfer.executor.halves import halves
+from metainfer.core.step import Phase, RankTokens, Segment, TokenRun
+from metainfer.executor.halves import halves, halves_of
 
 
 @st.composite
@@ -49,6 +49,20 @@ def test_ranks_of_equally_many_rows_cut_alike(one: RankTokens, other: RankTokens
         assert first.tokens + first.padding == -(-total // 2)
         assert second.tokens + second.padding == total // 2
         assert not first.padding or not second.runs  # padding is last
+
+
+@given(st.lists(ranks(), min_size=1, max_size=4))
+def test_halves_of_shared_rows_are_the_whole_in_its_order(lists: list[RankTokens]) -> None:
+    """One domain behind another; a domain may be in one half alone."""
+    segment = Segment(Phase.CHUNK, "cp", tuple(lists), 7)
+    parts = halves_of(segment)
+    every = [[row for rank in part.ranks for row in rows(rank)] for part in parts]
+    whole = [row for rank in lists for row in rows(rank)]
+    assert every[0] + every[1] == whole and len(every[0]) == -(-len(whole) // 2)
+    for domain, rank in enumerate(lists):
+        first, second = (part.ranks[domain] for part in parts)
+        assert rows(first) + rows(second) == rows(rank)
+    assert all((part.phase, part.layout, part.bucket) == (Phase.CHUNK, "cp", 7) for part in parts)
 
 
 def test_a_run_ends_in_the_half_that_has_its_end() -> None:

@@ -42,6 +42,8 @@ def test_nothing_takes_turns_unmeasured() -> None:
 def test_who_asks_gets_it_and_it_is_said() -> None:
     found = planned(V4, context=8192, parallel="tp8", halves=4096, shared_beside=64)
     assert (found.plan.halves, found.plan.shared_beside) == (4096, 64)
+    pair = planned(V4, context=8192, parallel="cp8/tp8", halves=4096)
+    assert pair.plan.halves == 4096
     assert said(found, "halves")[:2] == (4096, Origin.FLAG)
     assert said(found, "shared_beside")[:2] == (64, Origin.FLAG)
     off = planned(V4, context=8192, parallel="cp8/tp8", halves=0, sum_pieces=0)
@@ -56,13 +58,14 @@ def test_who_asks_gets_it_and_it_is_said() -> None:
     [
         (DENSE, {"parallel": "single", "halves": 2}, "no rank waits"),
         (DENSE, {"parallel": "8x", "halves": 2}, "no rank waits"),
-        (V4, {"parallel": "cp8/tp8", "halves": 2}, "rows or a cache"),
-        (V4, {"parallel": "tp8cs8", "halves": 2}, "rows or a cache"),
+        (DENSE, {"parallel": "cp8/tp8", "halves": 2}, "no rank waits"),
+        (V4, {"parallel": "tp8cs8", "halves": 2}, "share a cache"),
         (DENSE, {"parallel": "tp8", "shared_beside": 8}, "no shared expert"),
         (V4, {"parallel": "dp8ep8", "shared_beside": 8}, "domains meet"),
         (DENSE, {"parallel": "8x", "sum_pieces": 2}, "no ranks hold parts"),
         (V4, {"parallel": "dp8ep8", "sum_pieces": 2}, "no ranks hold parts.*domains meet"),
-        (V4, {"parallel": "cp8/tp8", "sum_pieces": 2}, "rows or a cache"),
+        (V4, {"parallel": "cp8/tp8", "sum_pieces": 2}, "by themselves"),
+        (V4, {"parallel": "tp8cs8", "sum_pieces": 2}, "share a cache"),
         (V4, {"parallel": "tp8", "halves": 4096, "sum_pieces": 4096}, "turns from 4,096"),
     ],
 )
@@ -256,9 +259,9 @@ def test_other_layouts_links_and_models_take_no_turns(
 def test_a_gain_of_turns_does_not_beat_what_stands_against_them(
     halved: gains.Gain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = replace(halved, ranks="cp2/tp2")
+    row = replace(halved, ranks="tp2cs2")
     monkeypatch.setattr(gains, "shipped", lambda what: (row,))
-    assert said_of_halves("2x-h200-nop2p", parallel="cp2/tp2") == (0, Origin.DERIVED)
+    assert said_of_halves("2x-h200-nop2p", parallel="tp2cs2") == (0, Origin.DERIVED)
 
 
 def test_turns_where_cards_write_into_each_other_stay_off(
