@@ -1,7 +1,7 @@
 """One rank of eight at full depth on one card: day-0 layout and collectives beside ours.
 
     python benchmarks/emulated_gpu.py --out FOLDER [--model random:deepseek-v4-flash]
-        [--rank-of 8] [--machine 8x-rtx-pro-6000d] [--platform cuda]
+        [--rank-of 8] [--machine 8x-rtx-pro-6000d] [--platform cuda] [--ours auto tp8 ...]
 
 As ``metainfer bench offline --rank-of`` (`metainfer.bench.emulated`): one rank's kernels, launches,
 shards and memory are measured here, its bytes cross this card's link, and each collective ends when
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64], help="of all ranks")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens before a decode row")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens in each domain")
+    parser.add_argument("--ours", nargs="+", default=[emulated.AUTO], help="layouts, in turn")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
@@ -48,8 +49,9 @@ def main() -> None:
         platform=args.platform,
         rank_of=args.rank_of,
         of_machine=args.machine,
-        context=max(2 * args.prefill, 2 * args.prompt),
+        context=max(2 * args.prefill, args.prompt + 1024),
         chunk_tokens=args.prefill,
+        mixed_tokens=args.prefill,  # prompts of a large batch enter in few steps
         concurrency=max(args.batch),
     )
     options = OfflineOptions(
@@ -60,7 +62,7 @@ def main() -> None:
         repeats=3,
     )
     log(f"{args.model}, rank 0 of {args.rank_of} of {args.machine}")
-    print(emulated.table(emulated.run(wish, options, log, keep)))
+    print(emulated.table(emulated.run(wish, options, log, keep, args.ours)))
 
 
 if __name__ == "__main__":

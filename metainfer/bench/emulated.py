@@ -1,33 +1,34 @@
 """`bench offline --rank-of N --machine NAME`: one rank's times, its peers emulated, on two sides.
 
 `day-0`: what a stock engine does there, one tensor-parallel layout over all cards for both phases
-and NCCL. `ours`: the plan's layout and collectives. Kernels are the same on both sides. Every
-figure is labelled emulated: compute, launches and memory of one rank are measured here, what its
-peers cost is predicted (`comm.backends.emulated`). A batch is that of all ranks; the rank runs its
-domain's part of it.
+and NCCL. `ours`: the plan's layout and collectives, or several layouts one after another. Kernels
+are chosen by the same rules on all sides. Every figure is labelled emulated: compute, launches and
+memory of one rank are measured here, what its peers cost is predicted (`comm.backends.emulated`). A
+batch is that of all ranks; the rank runs its domain's part of it, and a decode is timed while all
+of that is running.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from metainfer.bench.conditions import conditions
-from metainfer.bench.offline import OfflineOptions, drawn_prompts
+from metainfer.bench.offline import EngineSide, OfflineOptions, drawn_prompts
 from metainfer.comm.backends.emulated import Waited
-from metainfer.core.errors import InternalError, UsageError
+from metainfer.core.errors import UsageError, UserError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
-from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.engine import Engine
 from metainfer.engine.machine import open_machine
 from metainfer.planner.candidate import Candidate
 from metainfer.planner.opening import open_model
 
-DAY_0, OURS = "day-0", "ours"
+DAY_0, OURS, AUTO = "day-0", "ours", "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,11 @@ def run(
     options: OfflineOptions,
     log: Callable[[str], None],
     keep: Callable[[dict[str, Any]], None] = lambda document: None,
+    layouts: Sequence[str] = (),
 ) -> dict[str, Any]:
     """``{"emulated", "rows", "sides", "verification", "conditions"}``; `keep` is given what there
-    is of it so far behind every row.
+    is of it so far behind every row. `layouts`: of our sides, `AUTO` as planned; none: the one that
+    `intent` asks for. Of several a side that cannot be has a reason in place of rows.
 
     Raises:
         UsageError: something is to be measured beside it.
@@ -70,27 +73,58 @@ def run(
         "sides": {},
         "verification": {"checked": False, "why": "emulated: its answers mean nothing"},
     }
-    for name, wish in ((DAY_0, day_0(wanted)), (OURS, wanted)):
+    ours = {f"{OURS} {name}": _under(wanted, name) for name in layouts} or {OURS: wanted}
+    for name, wish in {DAY_0: day_0(wanted), **ours}.items():
         log(f"{name}: layout {wish.parallel or 'as planned'}")
-        engine = Engine(wish)
         try:
-            engine.start()
-            assert engine.resolved is not None
-            plan = engine.resolved.plan
-            side = document["sides"][name] = {
-                "layout": plan.layouts[0].name,
-                "emulated": dict(plan.emulated),
-                "plan": plan.fingerprint,
-                "held_bytes": engine.held_bytes,
-            }
-            document["conditions"] = conditions(plan)
-            for row in _Side(name, engine, options, log).rows():
-                document["rows"].append(row)
-                side["paths"] = engine.emulated_paths
-                keep(document)
-        finally:
-            engine.close()
+            _measure(name, wish, options, log, document, keep)
+        except UserError as error:
+            if not layouts:
+                raise
+            log(f"{name}: {error}")
+            document["sides"][name] = {"refused": str(error)}
+            keep(document)
     return document
+
+
+def _under(intent: Intent, layout: str) -> Intent:
+    return replace(intent, parallel=None if layout == AUTO else layout)
+
+
+def _measure(
+    name: str,
+    wish: Intent,
+    options: OfflineOptions,
+    log: Callable[[str], None],
+    document: dict[str, Any],
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """One side's rows, put into `document`."""
+    engine = Engine(wish)
+    try:
+        engine.start()
+        assert engine.resolved is not None
+        plan = engine.resolved.plan
+        described: dict[str, Any] = conditions(plan)
+        first = document.setdefault("conditions", described)
+        side = document["sides"][name] = {
+            "layout": plan.layouts[0].name,
+            "emulated": dict(plan.emulated),
+            "plan": plan.fingerprint,
+            "held_bytes": engine.held_bytes,
+            "other_ops": _unlike(described["ops"], first["ops"]),
+        }
+        for row in _Side(name, engine, options, log).rows():
+            document["rows"].append(row)
+            side["paths"] = engine.emulated_paths
+            keep(document)
+    finally:
+        engine.close()
+
+
+def _unlike(ops: Mapping[str, str], first: Mapping[str, str]) -> dict[str, str]:
+    """Ops that are not what the first side runs."""
+    return {op: impl for op, impl in ops.items() if first.get(op) != impl}
 
 
 def day_0(intent: Intent) -> Intent:
@@ -115,33 +149,42 @@ class _Side:
         plan = engine.resolved.plan
         self._name, self._engine, self._options, self._log = name, engine, options, log
         self._vocab, self._domains = plan.model.vocab_size, plan.layouts[0].data
-        self._count = 0
+        self._timed = EngineSide(engine, self._vocab)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        options = self._options
-        for batch in options.batches:
-            last = options.prompt_tokens + options.output_tokens
-            title = f"decode, batch {batch}, context {options.prompt_tokens}-{last}"
-            own = -(-batch // self._domains)
-            tokens = batch * (options.output_tokens - 1)
-            sizes = (options.prompt_tokens, options.output_tokens)
-            yield self._row(title, own, sizes, tokens, decode=True)
-        if options.prefill_tokens:
-            title = f"prefill, {options.prefill_tokens} tokens in each domain"
-            tokens = options.prefill_tokens * self._domains
-            yield self._row(title, 1, (options.prefill_tokens, 1), tokens, decode=False)
+        for batch in self._options.batches:
+            yield self._decode(batch)
+        if self._options.prefill_tokens:
+            yield self._prefill()
 
-    def _row(
-        self, title: str, own: int, sizes: tuple[int, int], tokens: int, *, decode: bool
-    ) -> dict[str, Any]:
-        """`own` sequences on this rank; `tokens`: of all domains in what is timed."""
+    def _decode(self, batch: int) -> dict[str, Any]:
+        """Spans of steps behind one prefill; the first of them warms up."""
+        options = self._options
+        own, steps = -(-batch // self._domains), options.output_tokens - 1
+        turns = options.repeats + 1
+        begin = options.prompt_tokens
+        title = f"decode, batch {batch}, context {begin}-{begin + 1 + turns * steps}"
+        self._log(f"measuring {title}, {self._name}")
+        seed = options.seed + 104_729 * own
+        self._timed.fill(drawn_prompts(own, begin, self._vocab, seed), 1 + turns * steps)
+        spans = [self._span(lambda: self._timed.decode(steps)) for _ in range(turns)]
+        self._timed.end()
+        return self._row(title, batch * steps, spans[1:])
+
+    def _prefill(self) -> dict[str, Any]:
+        options = self._options
+        title = f"prefill, {options.prefill_tokens} tokens in each domain"
         self._log(f"measuring {title}, {self._name}")
         spans = []
-        for turn in range(self._options.repeats + 1):
-            seed = self._options.seed + 31 * turn + 104_729 * own
-            both = self._generate(drawn_prompts(own, sizes[0], self._vocab, seed), sizes[1])
-            if turn:  # the first turn warms up
-                spans.append(both[1] if decode else both[0])
+        for turn in range(options.repeats + 1):
+            seed = options.seed + 31 * turn
+            prompts = drawn_prompts(1, options.prefill_tokens, self._vocab, seed)
+            spans.append(self._span(partial(self._timed.fill, prompts, 1)))
+            self._timed.end()
+        return self._row(title, options.prefill_tokens * self._domains, spans[1:])
+
+    def _row(self, title: str, tokens: int, spans: Sequence[Span]) -> dict[str, Any]:
+        """`tokens`: of all domains in each span."""
         return {
             "row": title,
             "engine": f"{self._name}, emulated",
@@ -154,26 +197,11 @@ class _Side:
             "late_us": sum(span.waited.late_us for span in spans) / sum(s.steps for s in spans),
         }
 
-    def _generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[Span, Span]:
-        """Prefill and decode; the border is the last first token."""
-        engine = self._engine
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        waiting = set()
-        for prompt in prompts:
-            self._count += 1
-            waiting.add(name := f"bench-{self._count}")
-            engine.submit(Request(name, tuple(prompt), params))
-        marks = [self._mark()]
-        while engine.has_work:
-            outputs, _ = engine.step()
-            waiting -= {output.request_id for output in outputs if output.tokens}
-            if not waiting and len(marks) == 1:
-                marks.append(self._mark())
-        marks.append(self._mark())
-        if len(marks) != 3:
-            raise InternalError("a request of the benchmark ended without a token")
-        (begin, border, end) = marks
-        return _between(begin, border), _between(border, end)
+    def _span(self, work: Callable[[], None]) -> Span:
+        begin = self._mark()
+        work()
+        end = self._mark()
+        return Span(end.seconds - begin.seconds, end.steps - begin.steps, end.waited - begin.waited)
 
     def _mark(self) -> Span:
         waited = self._engine.waited
@@ -185,21 +213,20 @@ def table(document: dict[str, Any]) -> str:
     """Both sides, row by row, with what of a step is waiting for peers."""
     lines = [f"EMULATED: {document['emulated']}; its peers are a stand-in, their time predicted"]
     for name, side in document["sides"].items():
+        if "refused" in side:
+            lines.append(f"{name}: {side['refused']}")
+            continue
         paths = ", ".join(f"{path} {share:.0%}" for path, share in side["paths"].items())
         lines.append(f"{name}: layout {side['layout']}, collectives {paths or 'none'}")
     for row in document["rows"]:
         wait, step = row["exposed_wait_us"]["median"], row["step_us"]["median"]
         late = f", {row['late']} late by {row['late_us']:.0f} us a step" if row["late"] else ""
         lines.append(
-            f"{row['row']:<44} {row['engine']:<16} {row['median']:>9.1f} {row['unit']}"
+            f"{row['row']:<44} {row['engine']:<20} {row['median']:>9.1f} {row['unit']}"
             f"  step {step:>9.0f} us, exposed wait {wait:>8.0f} us in {row['collectives']:.0f}"
             f" collectives{late}"
         )
     return "\n".join(lines)
-
-
-def _between(begin: Span, end: Span) -> Span:
-    return Span(end.seconds - begin.seconds, end.steps - begin.steps, end.waited - begin.waited)
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.request import Request, SamplingParams
+from metainfer.core.step import RequestOutput
 from metainfer.engine.engine import Engine
 from metainfer.planner.opening import open_model
 
@@ -43,16 +44,18 @@ def run(intent: Intent, options: OfflineOptions, log: Callable[[str], None]) -> 
     Raises:
         RefusedError: the reference disagrees, so nothing was timed.
     """
-    longest = max(options.prompt_tokens + options.output_tokens, options.prefill_tokens + 1)
     origins = {**intent.origins, "prefix_cache": Origin.DERIVED}
     engine = Engine(replace(intent, prefix_cache=False, origins=origins), lambda progress: None)
     info = engine.start()
+    ours = EngineSide(engine, info.vocab_size)
+    prompt, output = options.prompt_tokens, options.output_tokens
+    entering = max((ours.entering(batch, prompt) for batch in options.batches), default=0)
+    longest = max(prompt + output + entering, options.prefill_tokens + 1)
     if longest > info.max_context:
         raise RefusedError(
             f"the longest row needs {longest} tokens, the context is {info.max_context}.",
             "Raise --context or shorten the rows.",
         )
-    ours = EngineSide(engine, info.vocab_size)
     sides: list[tuple[str, Any]] = [("metainfer", ours)]
     verification: dict[str, object] = {"checked": False}
     if options.against == "transformers":
@@ -72,32 +75,77 @@ def run(intent: Intent, options: OfflineOptions, log: Callable[[str], None]) -> 
 
 
 class EngineSide:
-    """The engine as a timed thing."""
+    """The engine as a timed thing. Decodes are timed while every sequence is running: prompts that
+    do not fit one step enter behind the first, which goes on meanwhile."""
 
     def __init__(self, engine: Engine, vocab: int) -> None:
         self.engine = engine
         self.vocab = vocab
         self._count = 0
+        self._running: list[str] = []
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:
         """(seconds of prefill, seconds of decode): the border is the last first token."""
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        begin = time.perf_counter()
+        self.fill(prompts, tokens)
+        border = time.perf_counter()
+        self.decode(tokens - 1)
+        end = time.perf_counter()
+        self.end()
+        return border - begin, end - border
+
+    def entering(self, count: int, prompt_tokens: int) -> int:
+        """Tokens at most that the first of `count` sequences makes before the last has one."""
+        assert self.engine.resolved is not None
+        limits = self.engine.resolved.plan.limits
+        rest = count * prompt_tokens - limits.step_tokens
+        beside = max(1, min(limits.mixed_prefill_tokens, limits.step_tokens - count))
+        return 1 - (-rest // beside) if rest > 0 else 0
+
+    def fill(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        """Start prompts of one length, up to the first token of each; all can make `tokens` then.
+
+        Raises:
+            RefusedError: one of them was found in the prefix cache.
+        """
+        most = tokens + self.entering(len(prompts), len(prompts[0]))
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
         for prompt in prompts:
             self._count += 1
-            self.engine.submit(Request(f"bench-{self._count}", tuple(prompt), params))
-        begin = time.perf_counter()
-        first: dict[str, float] = {}
-        while self.engine.has_work:
-            outputs, _ = self.engine.step()
-            now = time.perf_counter()
-            for output in outputs:
+            self._running.append(name := f"bench-{self._count}")
+            self.engine.submit(Request(name, tuple(prompt), params))
+        waiting = set(self._running)
+        while waiting:
+            for output in self._step():
                 if output.tokens:
-                    first.setdefault(output.request_id, now)
+                    waiting.discard(output.request_id)
                 if output.cached_tokens:
                     raise RefusedError("a benchmark prompt was found in the prefix cache.")
-        end = time.perf_counter()
-        border = max(first.values())
-        return border - begin, end - border
+
+    def decode(self, steps: int) -> None:
+        """Let every sequence that runs make `steps` tokens more.
+
+        Raises:
+            RefusedError: they do not all run at once.
+        """
+        left = steps * len(self._running)
+        while left > 0:
+            left -= sum(len(output.tokens) for output in self._step())
+
+    def end(self) -> None:
+        """Stop what runs."""
+        self.engine.cancel(self._running)
+        self._running.clear()
+        while self.engine.has_work:
+            self.engine.step()
+
+    def _step(self) -> list[RequestOutput]:
+        if not self.engine.has_work:
+            raise RefusedError(
+                "a request of the benchmark ended before all of them were running.",
+                "Raise --context or the cache's memory, or ask for smaller batches.",
+            )
+        return self.engine.step()[0]
 
     def logprobs(self, prompt: Sequence[int]) -> list[float]:
         self._count += 1

@@ -23,7 +23,7 @@ from metainfer.ops.catalog import builtin_registry
 from metainfer.planner.opening import open_model
 
 SHORT = LadderOptions(
-    prompt_tokens=9, output_tokens=3, batches=(1, 2), prefill_tokens=20, repeats=2
+    prompt_tokens=9, output_tokens=3, batches=(1, 2), prefill_tokens=40, repeats=2
 )
 MODEL = "random:tiny-llama"
 
@@ -50,7 +50,7 @@ def test_every_hold_names_an_implementation_or_a_layout_that_exists() -> None:
 
 
 def test_a_ladder_has_every_rung_twice_and_both_ends(climbed: dict[str, Any]) -> None:
-    loads = ["decode, batch 1", "decode, batch 2", "prefill, 20 tokens"]
+    loads = ["decode, batch 1", "decode, batch 2", "prefill, 40 tokens"]
     rungs = climbed["rungs"]
     assert [row["rung"] for row in rungs] == [
         rung.name for rung in DAY_0["cpu"] if rung.name not in _absent(climbed)

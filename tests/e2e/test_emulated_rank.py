@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,11 +116,12 @@ def test_nothing_of_it_is_verified_or_taken_for_an_answer() -> None:
 
 def test_day_0_against_ours_side_by_side() -> None:
     options = OfflineOptions(
-        prompt_tokens=8, output_tokens=3, batches=(1, 4), prefill_tokens=24, repeats=1
+        prompt_tokens=8, output_tokens=3, batches=(1, 8), prefill_tokens=24, repeats=1
     )
     wish = Intent(
-        model=LLAMA, platform="cpu", rank_of=4, of_machine=NAMED, parallel="2xtp2", context=64
-    )
+        model=LLAMA, platform="cpu", rank_of=4, of_machine=NAMED, parallel="2xtp2", context=64,
+        chunk_tokens=24, mixed_tokens=8,
+    )  # fmt: skip
     with pytest.raises(UsageError, match="has none"):
         emulated.run(wish, OfflineOptions(against="transformers"), lambda text: None)
     kept: list[int] = []
@@ -128,7 +130,7 @@ def test_day_0_against_ours_side_by_side() -> None:
     assert document["emulated"] == f"rank 0 of 4 of {NAMED}"
     assert document["verification"]["checked"] is False
     sides = document["sides"]
-    assert [side["layout"] for side in sides.values()] == ["2xtp2", "2xtp2"]  # 2 heads of keys
+    assert [side["layout"] for side in sides.values()] == ["tp4", "2xtp2"]
     assert sides["day-0"]["paths"] == {"nccl:ring": 1.0}
     assert all(path.startswith("host:") for path in sides["ours"]["paths"])
     rows = document["rows"]
@@ -136,5 +138,30 @@ def test_day_0_against_ours_side_by_side() -> None:
     for row in rows:
         assert 0 < row["exposed_wait_us"]["median"] < row["step_us"]["median"]
         assert row["collectives"] > 0 and row["median"] > 0 and row["n"] == 1
+    # Eight prompts enter in six steps; what is timed are steps in which all eight decode.
+    for row in rows[1::3]:
+        assert row["row"] == "decode, batch 8, context 8-13"
+        assert row["median"] == pytest.approx(8e6 / row["step_us"]["median"])
     text = emulated.table(document)
     assert text.startswith("EMULATED: rank 0 of 4") and text.count("exposed wait") == 6
+
+
+def test_each_layout_of_ours_has_its_side_and_one_that_cannot_be_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str | None] = []
+
+    def measure(name: str, wish: Intent, *rest: Any) -> None:
+        asked.append(wish.parallel)
+        if wish.parallel == "tp16":
+            raise RefusedError("no room")
+
+    monkeypatch.setattr(emulated, "_measure", measure)
+    wish = Intent(model=LLAMA, platform="cpu", rank_of=2, of_machine=NAMED, context=64)
+    options = OfflineOptions(batches=(1,))
+    document = emulated.run(wish, options, lambda text: None, layouts=("auto", "tp16", "2x"))
+    assert asked == ["tp2", None, "tp16", "2x"]
+    assert document["sides"] == {"ours tp16": {"refused": "no room"}}
+    assert "ours tp16: no room" in emulated.table(document)
+    with pytest.raises(RefusedError):
+        emulated.run(replace(wish, parallel="tp16"), options, lambda text: None)
