@@ -202,15 +202,51 @@ def test_copies_are_exact_in_any_piece_and_call_after_call(
             assert same(out[rank], expected(request, given, rank)), (count, rank)
 
 
-@hypothesis.given(st.integers(0, 5000), st.integers(1, 40), st.integers(0, 60))
-def test_pieces_grow_and_shrink_and_leave_nothing_out(count: int, least: int, more: int) -> None:
-    pieces = list(copy_order.ramp(count, least * 8, (least + more) * 8))
-    assert pieces[0][0] == 0 and pieces[-1][1] == count
+@hypothesis.given(st.integers(0, 5000), st.integers(1, 40))
+def test_pieces_are_equal_and_leave_nothing_out(count: int, wanted: int) -> None:
+    pieces = list(copy_order.even(count, wanted))
+    assert pieces[0][0] == 0 and pieces[-1][1] == count and len(pieces) <= wanted
     assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
-    sizes = [end - begin for begin, end in pieces]
-    assert all(least * 8 <= size <= (least + more) * 8 and size % 8 == 0 for size in sizes[:-1])
-    assert sizes[0] <= least * 8 and sizes[-1] <= 2 * least * 8 + 16
-    assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
+    *whole, last = [end - begin for begin, end in pieces]
+    assert len(set(whole)) <= 1 and all(size % 8 == 0 and last <= size for size in whole)
+    assert max([*whole, last]) < count / wanted + 8
+
+
+def exchange_s(pieces: list[int]) -> float:
+    """Seconds until the last of `pieces` (bytes) is up, where each goes up once it is down: alone a
+    way has its own rate, both together share one; each copy begins with its setup."""
+    work = [[[copy_order.SETUP_S, float(size)] for size in pieces] for _ in range(2)]
+    ways, now = [0, 0], 0.0
+    while ways[1] < len(pieces):
+        open_ = [w for w in range(2) if ways[w] < len(pieces) and (w == 0 or ways[1] < ways[0])]
+        moving = [w for w in open_ if work[w][ways[w]][0] <= 0]
+        rate = copy_order.BOTH / 2 if len(moving) == 2 else copy_order.ALONE
+        ends = [work[w][ways[w]][1] / rate if w in moving else work[w][ways[w]][0] for w in open_]
+        step = min(ends)
+        now += step
+        for w, end in zip(open_, ends, strict=True):
+            part = int(w in moving)
+            work[w][ways[w]][part] -= step * (rate if part else 1)
+            if end == step:
+                work[w][ways[w]][part] = 0.0
+                if part:
+                    ways[w] += 1
+    return now
+
+
+@pytest.mark.parametrize("mib", [1, 4, 8, 16, 32, 64, 256])
+def test_the_number_of_pieces_is_the_best_one(mib: int) -> None:
+    """By an event simulation that knows nothing of the formula; and growing and shrinking pieces,
+    the form of before, are no better than equal ones."""
+    size = mib << 20
+    request = Request(op=Op.ALL_REDUCE, count=size // 2, dtype="bfloat16", world=2)
+    bounds = copy_order.cut(request, 0, 0).pieces
+    taken = exchange_s([2 * (end - begin) for begin, end in bounds])
+    times = {n: exchange_s([size // n] * n) for n in range(1, 65)}
+    assert taken < 1.01 * min(times.values()), (len(bounds), min(times, key=lambda n: times[n]))
+    ramp = [1, 2, 4, 4, 4, 2, 1]
+    parts = [size * each // sum(ramp) for each in ramp]
+    assert min(times.values()) < exchange_s(parts)
 
 
 def poisoned(request: Request, rank: int) -> torch.Tensor:

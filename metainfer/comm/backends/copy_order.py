@@ -9,7 +9,8 @@ Down and up have a stream each that carries copies alone, so that both direction
 at once and an engine goes from copy to copy; sums have a third. Between ranks a counter in host
 memory is written behind each copy and awaited before one, on two more streams: by themselves where
 a device does that, else by one-thread kernels. One staging memory is enough: a rank writes into it
-only once every peer has taken all of the call before.
+only once every peer has taken all of the call before, which copy streams await and write
+themselves, for that stands before and behind all copies.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ GIVEN, OUT, STREAM, BUDGET = range(NOTHING + 1, NOTHING + 5)
 POSTED = BUDGET + 1
 """And the counters: what this rank has posted, then what it has seen of every rank."""
 BASES = POSTED + WORDS * (layout.WORLD + 1)
-LEAST_PIECE, MOST_PIECE = 2 << 20, 4 << 20
-"""Bytes. Copy engines reach 84 GB/s of both directions in pieces of 1 MiB, 95 in pieces of 4; and
-every piece costs the host a dozen calls, which a message of 16 MiB waits for in smaller ones (H200,
-docs/log.md)."""
+SETUP_S, ALONE, BOTH = 4.2e-6, 55e9, 100e9
+"""A copy beside its bytes, and bytes a second in one direction alone and in both together, of copy
+engines (H200, docs/log.md)."""
+FIRST_CUT = int(SETUP_S / (2 / ALONE - 2 / BOTH))
+"""Bytes. What one piece costs more than another costs less: its setup, and that the first one's way
+down and the last one's way up have their direction alone. Of S bytes that is least in pieces of
+sqrt(S * FIRST_CUT), 2 MiB of 16. They are equal: up follows down, so the largest one is waited for
+wherever it stands."""
 _ADD_BLOCKS, _ADD_THREADS = 32, 512
 
 
@@ -110,19 +115,18 @@ def cut(request: Request, rank: int, piece_bytes: int) -> Cut:
     own_given = Behind(GIVEN, 0 if request.op is Op.ALL_GATHER else begin)
     own_out = Behind(OUT, 0 if request.op is Op.REDUCE_SCATTER else begin)
     share = max(end - begin for begin, end in bounds)
-    least, most = ((piece_bytes or each) // width // 8 * 8 for each in (LEAST_PIECE, MOST_PIECE))
-    pieces = tuple(ramp(share, least, most))
+    size = share * width
+    count = -(-size // piece_bytes) if piece_bytes else round((size / FIRST_CUT) ** 0.5)
+    pieces = tuple(even(share, max(1, count)))
     return Cut(own_given, own_out, width, element_type(request), bounds, pieces)
 
 
-def ramp(count: int, least: int, most: int) -> Iterator[tuple[int, int]]:
-    """`count` elements cut into pieces, begin and end of each: from `least` on twice the one
-    before, `most` at most, and towards the end half of what is left; one empty piece for none."""
-    begin, grown = 0, least
-    while begin < count or begin == 0:
-        size = min(most, grown, max(least, (count - begin) // 16 * 8))
+def even(count: int, pieces: int) -> Iterator[tuple[int, int]]:
+    """`count` elements cut into `pieces` at most, begin and end of each: equal ones of whole packs,
+    the last of what is left; one empty piece for none."""
+    size = max(8, -(-count // (pieces * 8)) * 8)
+    for begin in range(0, max(1, count), size):
         yield begin, min(count, begin + size)
-        begin, grown = begin + size, 2 * grown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +168,13 @@ class Order:
         """The call's steps, behind what its stream holds, which goes on behind them."""
         means, op = self._means, self._request.op
         begun = self._mark(Behind(STREAM))
-        for stream in (means.down, means.up, means.sums, means.waits):
+        streams = [means.down, means.up, means.sums]
+        # Kernels that wait have a budget from when they begin; a stream's waits have none, and are
+        # mostly over by the time that a call begins.
+        for stream in streams if means.by_streams else [*streams, means.waits]:
             self._steps.follow(stream, begun)
         for peer in self._others():
-            self._expect(peer, TAKEN, means.down)
+            self._await(peer, TAKEN, means.down)
         if op is Op.ALL_GATHER:
             self._keep()
             self._in_turn(self._send_own, self._take_others)
@@ -179,8 +186,8 @@ class Order:
             # A sum that goes down waits for peers: nothing that they wait for may stand behind it.
             self._in_turn(self._send_parts, self._sum_to_all, ahead=len(self._cut.pieces))
             self._in_turn(lambda index: None, self._take_others)
-        self._tell(TAKEN, means.up)
-        for stream in (means.down, means.up, means.sums):
+        self._post(TAKEN, means.up)
+        for stream in streams:
             self._steps.follow(Behind(STREAM), self._mark(stream))
         return self._steps.written()
 
@@ -295,25 +302,33 @@ class Order:
         return event
 
     def _tell(self, which: int, stream: int) -> None:
-        """Count `which` up for all who read it, behind what `stream` holds."""
-        value, posts = self._steps.count(POSTED + which), self._means.posts
-        self._steps.follow(posts, self._mark(stream))
+        """Count `which` up behind what `stream` holds, which goes on with copies meanwhile."""
+        self._steps.follow(self._means.posts, self._mark(stream))
+        self._post(which, self._means.posts)
+
+    def _post(self, which: int, stream: int) -> None:
+        """Let `stream` count `which` up for all who read it."""
+        value = self._steps.count(POSTED + which)
         for reader in self._others() if which in (ALL, TAKEN) else [which]:
             word = self._staging.word(self._rank, which, reader)
             if self._means.by_streams:
-                self._steps.write(word, value, posts)
+                self._steps.write(word, value, stream)
             else:
-                self._steps.launch_words(self._means.post, posts, [word, value])
+                self._steps.launch_words(self._means.post, stream, [word, value])
 
     def _expect(self, peer: int, which: int, stream: int) -> None:
-        """Let `stream` wait until `peer` has counted on."""
-        value, waits = self._steps.count(seen(peer, which)), self._means.waits
+        """Let `stream` go on behind what it holds once `peer` has counted on."""
+        self._await(peer, which, self._means.waits)
+        self._steps.follow(stream, self._mark(self._means.waits))
+
+    def _await(self, peer: int, which: int, stream: int) -> None:
+        """Let `stream` itself wait until `peer` has counted on."""
+        value = self._steps.count(seen(peer, which))
         word = self._staging.word(peer, which, self._rank)
         if self._means.by_streams:
-            self._steps.wait(word, value, waits)
+            self._steps.wait(word, value, stream)
         else:
             abort = self._staging.word(self._rank, ABORT, self._rank)
             record, budget = self._means.record, Behind(BUDGET)
             words: list[int | Behind] = [word, value, abort, record, budget, peer]
-            self._steps.launch_words(self._means.wait, waits, words)
-        self._steps.follow(stream, self._mark(waits))
+            self._steps.launch_words(self._means.wait, stream, words)
