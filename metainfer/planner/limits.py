@@ -65,16 +65,23 @@ class Advice:
         return f"{lower}, or raise {enough}" if lower else f"Raise {enough}"
 
 
-class CacheTooSmall(RefusedError):
-    """The limits of `ask` cannot be kept. Carries every reason; `advised` adds the remedy."""
+Keeps = Callable[[int, int], bool]
+"""Whether so long a context and so many sequences of a domain at once can be kept."""
 
-    def __init__(self, ask: CacheAsk, cause: str, reasons: Sequence[Reason]) -> None:
+
+class CacheTooSmall(RefusedError):
+    """The limits of `ask` cannot be kept. Carries every reason; `advised` adds the remedy. `keeps`:
+    the check with all that other limits change beside the cache, None where that is nothing."""
+
+    def __init__(
+        self, ask: CacheAsk, cause: str, reasons: Sequence[Reason], keeps: Keeps | None = None
+    ) -> None:
         super().__init__(cause, reasons=reasons, code=DOES_NOT_FIT)
-        self.ask = ask
+        self.ask, self.keeps = ask, keeps
 
     def advised(self) -> RefusedError:
         """The same refusal with advice that passes the check."""
-        text = advice_for(self.ask).text(self.ask.domains)
+        text = advice_for(self.ask, self.keeps).text(self.ask.domains)
         return RefusedError(self.cause, text, reasons=self.reasons, code=self.code)
 
 
@@ -117,15 +124,21 @@ def most_running(ask: CacheAsk) -> int:
     return _largest(1, ask.running - 1, lambda n: passes(replace(ask, running=n))) or 0
 
 
-def advice_for(ask: CacheAsk) -> Advice:
-    """What to change; every value was tried on `fit_cache`."""
-    context = _largest(1, ask.context - 1, lambda n: passes(replace(ask, context=n)))
-    running = most_running(ask) or None
+def advice_for(ask: CacheAsk, keeps: Keeps | None = None) -> Advice:
+    """What to change; every value was tried: on `keeps`, or on `fit_cache` with nothing but the
+    cache changed."""
+
+    def kept(context: int, running: int) -> bool:
+        return passes(replace(ask, context=context, running=running))
+
+    keeps = keeps or kept
+    context = _largest(1, ask.context - 1, lambda n: keeps(n, ask.running))
+    running = _largest(1, ask.running - 1, lambda n: keeps(ask.context, n))
     both = None
     if context is None and running is None:
-        one = _largest(1, ask.context - 1, lambda n: passes(replace(ask, context=n, running=1)))
+        one = _largest(1, ask.context - 1, lambda n: keeps(n, 1))
         if one is not None:
-            both = (one, most_running(replace(ask, context=one)))
+            both = one, _largest(1, ask.running, lambda n: keeps(one, n)) or 1
     return Advice(context, running, both, _enough(ask))
 
 

@@ -29,10 +29,12 @@ from metainfer.planner.gains import rows_beside
 from metainfer.planner.layouts import fetches, of_decodes, of_prompts, talks
 from metainfer.planner.limits import (
     CacheAsk,
+    CacheTooSmall,
     fit_cache,
     longest_context,
     most_running,
     most_sequences,
+    passes,
 )
 from metainfer.planner.memory import MARGIN_PART, RESERVE_PART, CacheBudget, kv_rows, total
 from metainfer.planner.needs import Needs, longest_seen, needs_key, nothing_known
@@ -149,7 +151,14 @@ class Cards:
             RefusedError: it does not fit, or states cannot take back the drafts.
         """
         weights, beside, ask = self._asked(layout, packings, running, choices)
-        cache, needs = fit_cache(ask), self._needs(layout, packings)
+        try:
+            cache = fit_cache(ask)
+        except CacheTooSmall as refusal:
+            refusal.keeps = lambda context, running: self._keeps(
+                layout, packings, choices, context, running
+            )
+            raise
+        needs = self._needs(layout, packings)
         device = [row for row in (*weights, *beside) if row.memory == "device"]
         beside = (*beside, *self._rest(total(device) + cache.sizes.bytes(), needs))
         specs, groups = self._groups(of_decodes(layout), packings)
@@ -167,6 +176,22 @@ class Cards:
             prefill_from=self._short(layout, ask.running),
             measured=needs,
         )
+
+    def _keeps(
+        self,
+        layout: LayoutPlan,
+        packings: Mapping[str, Layout],
+        choices: Sequence[Choice],
+        context: int,
+        running: int,
+    ) -> bool:
+        """Whether `hold` would succeed with that context and so many sequences of a domain."""
+        other = replace(self, limits=replace(self.limits, max_context=context))
+        try:
+            *_, ask = other._asked(layout, packings, running, choices)
+        except RefusedError:
+            return False
+        return passes(ask)
 
     def most_running(
         self, layout: LayoutPlan, packings: Mapping[str, Layout], choices: Sequence[Choice] = ()

@@ -333,8 +333,8 @@ def test_a_context_that_does_not_fit_says_what_would() -> None:
         resolved(QWEN, facts)
     advised = int(caught.value.remedy.split("--context to ")[1].rstrip(".").replace(",", ""))
     assert resolved(QWEN, facts, context=advised).plan.limits.max_context == advised
-    with pytest.raises(RefusedError):  # a shorter context also has fewer copies, which advice omits
-        resolved(QWEN, facts, context=advised + 1024)
+    with pytest.raises(RefusedError):  # tried with what a shorter context copies, so to the token
+        resolved(QWEN, facts, context=advised + 1)
 
 
 # -- which is taken --------------------------------------------------------------------------------
