@@ -103,8 +103,8 @@ def streams() -> Report:
             how = f"by_streams={by_streams}"
             group.call("shape", "copy", {"by_streams": by_streams})
             verify("copy", "copy", [2, 5 * MIB + 6])
-            for size in (16 * MIB, 64 * MIB, 4 * MIB):
-                row("copy", "copy", size, False, how)
+            for mib in (16, 64, 4, 8, 32) if by_streams else (16, 64, 4):
+                row("copy", "copy", mib * MIB, False, how)
         group.call("shape", "copy", {"by_streams": True})
         for piece in (MIB, 2 * MIB, 8 * MIB):
             group.call("shape", "copy", {"piece_bytes": piece})

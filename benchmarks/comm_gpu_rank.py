@@ -145,7 +145,7 @@ class Rank:
         kind: str = "all_reduce",
     ) -> dict[str, float]:
         """Microseconds per call: median and MAD over samples of `repeat` calls, which begin behind
-        a call of the same kind, so ranks start together."""
+        a call of the same kind, so ranks start together; `host_us`: until all were enqueued."""
         comm, op = self.comms[backend], Op(kind)
         plan = message(size, self.world, backend, algorithm, op)
         given = torch.randn(size // 2, device="cuda").to(torch.bfloat16)
@@ -168,18 +168,21 @@ class Rank:
             with torch.cuda.graph(captured):
                 calls()
             step = captured.replay
-        samples = []
+        samples, enqueued = [], []
         for _ in range(9):
             step()  # in line with the peers from here on
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
+            asked = time.perf_counter()
             step()
+            enqueued.append((time.perf_counter() - asked) * 1e6 / repeat)
             end.record()
             end.synchronize()
             samples.append(begin.elapsed_time(end) * 1e3 / repeat)
         middle = statistics.median(samples)
         mad = statistics.median(abs(x - middle) for x in samples)
-        return {"us": middle, "mad": mad, "n": len(samples)}
+        host = statistics.median(enqueued)
+        return {"us": middle, "mad": mad, "n": len(samples), "host_us": host}
 
     def die(self, backend: str, rank: int) -> dict[str, object]:
         """`rank` is killed between two calls; the others say what they were told and when."""
