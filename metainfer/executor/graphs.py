@@ -95,11 +95,14 @@ class CudaCapture:
 
 @dataclass(slots=True)
 class _Held:
+    """`moved`: bytes that come from other ranks because the cache is dealt: replays count none."""
+
     shape: StepGraph
     buffers: StepBuffers
     step: Step
     graph: Replayed
     out: StaticOutput
+    moved: Counter[str]
 
 
 class StaticSteps:
@@ -121,11 +124,15 @@ class StaticSteps:
         parts, phase = self._parts, Phase(shape.phase)
         buffers = StepBuffers.make(shape, parts.device, adapters=parts.adapters > 0)
         ops, draws = parts.ops.phase(phase), self._draws(phase)
+        counted, moved = parts.model.dealt.moved, Counter[str]()
         buffers.fill(np.zeros(0, np.int64), (), self._tables.spare, phase is Phase.DECODE)
 
         def step() -> StaticOutput:
+            before = Counter(counted)
             inputs = step_inputs(shape, buffers, self._tables, parts.groups)
             hidden = parts.model.forward(inputs, parts.store.layers, ops)
+            moved.clear()
+            moved.update(counted - before)
             logits = parts.model.logits(hidden, inputs, ops)
             finite = None
             if phase is not Phase.DECODE:
@@ -139,7 +146,7 @@ class StaticSteps:
         if parts.model_drafts is None:
             out.hidden = None  # its memory is free for the buckets to come
         listed = self._held.setdefault(phase, [])
-        listed.append(_Held(shape, buffers, step, graph, out))
+        listed.append(_Held(shape, buffers, step, graph, out, moved))
         listed.sort(key=lambda held: (held.shape.tokens, held.shape.runs))
 
     @torch.inference_mode()
@@ -158,6 +165,7 @@ class StaticSteps:
         if eager:
             return held.step()
         held.graph.replay()
+        self._parts.model.dealt.moved.update(held.moved)
         self.replays[segment.phase] = self.replays.get(segment.phase, 0) + 1
         return held.out
 

@@ -51,13 +51,17 @@ class DeviceTables:
                 self._first[group.index],
                 group.page_tokens,
                 group.tokens_per_entry,
-                group.page_entries,
+                group.rank_entries,
+                group.shards,
+                group.part,
             )
             for group in table.groups
             if group.kind is not GroupKind.STATE
         ]
-        # [4, P, 1]: first column, tokens of a page, tokens of an entry, entries of a page
-        grid = np.array(numbers, np.int64).reshape(-1, 4).T[:, :, None]
+        # [6, P, 1]: first column, tokens of a page, tokens of an entry, a rank's entries of a page,
+        # ranks that share it, which of them this is
+        grid = np.array(numbers, np.int64).reshape(-1, 6).T[:, :, None]
+        self._dealt = any(group.shards > 1 for group in table.groups)
         self._grid = torch.from_numpy(grid.copy()).to(device)
         self.latest = torch.zeros(table.slots + 1, dtype=torch.int64, device=device)
 
@@ -83,14 +87,18 @@ class DeviceTables:
 
     def places(self, owner: Tensor, positions: Tensor) -> Tensor:
         """int64 [P, T] for the P groups with pages: where each token writes, its own entry or the
-        compressed one that it closes; -1 for none. `owner`, `positions` [T]: the slot of each token
-        and its position. All groups in the same few launches."""
-        first, span, ratio, entries = self._grid
+        compressed one that it closes; -1 for none, and where another rank holds it. `owner`,
+        `positions` [T]: the slot of each token and its position. All groups in the same few
+        launches."""
+        first, span, ratio, entries, shards, part = self._grid
         where = owner * self._lines.shape[1] + first + positions // span
         page = self._lines.view(-1).index_select(0, where.view(-1)).view_as(where).long()
-        places = torch.addcmul(positions % span // ratio, page, entries)
-        open_ = positions % ratio != ratio - 1
-        return places.masked_fill_(open_ | (page < 0) | (owner >= self.spare), -1)
+        entry, none = positions % span // ratio, positions % ratio != ratio - 1
+        if self._dealt:
+            none |= entry % shards != part
+            entry //= shards
+        places = torch.addcmul(entry, page, entries)
+        return places.masked_fill_(none | (page < 0) | (owner >= self.spare), -1)
 
 
 @dataclass(slots=True)

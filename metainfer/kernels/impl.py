@@ -117,8 +117,9 @@ class Impl:
     `settings`: what its function may be launched with, for `tune kernels`; the first is what it
     does by itself. `rounds`: ``module:function`` of rows and weight that does what it does to rows
     first; it takes the result for them, so ranks may send that. Empty: it takes rows as they are.
-    `copies`: bytes of caches that a chunk's call copies at most, for the memory ledger.
-    `priority` breaks ties between equal costs, higher first. `library`: whose
+    `copies`: bytes of caches that a chunk's call copies at most, for the memory ledger. `by_table`:
+    its cost follows the width of the page table, which in a captured step has room for the longest
+    context. `priority` breaks ties between equal costs, higher first. `library`: whose
     kernel it is, by its name in `Facts.software`; such a one is proven in a child process only,
     and again with another version.
     """
@@ -140,6 +141,7 @@ class Impl:
     settings: Callable[[Context], tuple[Setting, ...]] | None = None
     rounds: str = ""
     copies: Callable[[Context], int] | None = None
+    by_table: bool = False
     priority: int = 0
     library: str = ""
 

@@ -10,7 +10,7 @@ from metainfer.core.ledger import Loser
 from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, Limits, StepGraph
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
-from metainfer.kernels.select import Selection
+from metainfer.kernels.select import Choice, Selection
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
 from metainfer.planner.drafts import MODEL
@@ -86,9 +86,9 @@ def wanted(
     Several domains meet in collectives, so all must take the same bucket. Tokens tell them apart
     alike on every rank, runs do not: only decode is captured there. Where ranks share the rows of a
     chunk, decode is, and chunks that are computed as decodes are (`pairs`), which come as mixed
-    steps. Where ranks share a cache, who holds which page is told by the host: nothing is.
+    steps. Where ranks share a cache chunks read copies that the host lays out: no chunk is.
     """
-    if device not in CAPTURES or max(layout.context, layout.shards) > 1:
+    if device not in CAPTURES or layout.context > 1:
         return ()
     found, step_tokens = [], limits.step_tokens
     pair = layout.prefill > 1
@@ -99,7 +99,7 @@ def wanted(
         if depth and tokens <= step_tokens:
             found.append(StepGraph(phase=Phase.VERIFY.value, tokens=tokens, runs=runs))
     below = 0
-    for tokens in CHUNKS if layout.data == 1 else ():
+    for tokens in CHUNKS if layout.data == layout.shards == 1 else ():
         if tokens > longest:
             break
         if tokens <= step_tokens and not pair:
@@ -111,6 +111,12 @@ def wanted(
             found.append(StepGraph(phase=Phase.MIXED.value, tokens=both, runs=running))
         below = tokens
     return tuple(sorted(found, key=lambda g: (-g.tokens, -g.runs, g.phase)))
+
+
+def by_length(shapes: Sequence[StepGraph], choices: Sequence[Choice]) -> tuple[StepGraph, ...]:
+    """Those of `shapes` in whose phase no op reads all that a page table has room for."""
+    reading = {choice.request.phase.value for choice in choices if choice.impl.by_table}
+    return tuple(shape for shape in shapes if shape.phase not in reading)
 
 
 def border(shapes: Sequence[StepGraph]) -> int:

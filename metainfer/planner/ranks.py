@@ -172,7 +172,7 @@ class Cards:
             cache=cache,
             beside=beside,
             budget_bytes=ask.budget_bytes,
-            wanted=self._wanted(layout, ask.running),
+            wanted=self._wanted(layout, ask.running, choices),
             prefill_from=self._short(layout, ask.running),
             measured=needs,
         )
@@ -224,7 +224,7 @@ class Cards:
             *self._fetched(layout, packings),
             *self._copied(choices, running or self.running(layout), needs),
             *self._meeting(layout),
-            *self._graphs(layout, groups, running or self.running(layout), needs),
+            *self._graphs(layout, groups, running or self.running(layout), needs, choices),
         )
         held = total([row for row in (*weights, *beside) if row.memory == "device"])
         budget, most = self._budget(layout, held, needs)
@@ -367,10 +367,11 @@ class Cards:
         groups: tuple[GroupSpec, ...],
         running: int,
         needs: Needs | None,
+        choices: Sequence[Choice],
     ) -> list[LedgerRow]:
         """What captured steps take, if every op can be captured; where that was measured of these
         very steps, with what libraries keep."""
-        shapes, context = self._wanted(layout, running), self.limits.max_context
+        shapes, context = self._wanted(layout, running, choices), self.limits.max_context
         capability = self.facts.device.capability
         side = rows_beside(self.intent, self.arch, capability, layout)
         known = None if needs is None else needs.standing(graphs.key(shapes, context, side))
@@ -381,7 +382,9 @@ class Cards:
         row = graphs.graph_row(shapes, rank, groups, context, width)
         return [] if row is None else [row]
 
-    def _wanted(self, layout: LayoutPlan, running: int) -> tuple[StepGraph, ...]:
+    def _wanted(
+        self, layout: LayoutPlan, running: int, choices: Sequence[Choice] = ()
+    ) -> tuple[StepGraph, ...]:
         """What is captured, if every op can be."""
         if not self.intent.graphs:
             return ()
@@ -395,7 +398,8 @@ class Cards:
         border = self.intent.prefill_from
         if layout.prefill > 1 and border is not None:
             longest = min(longest, border - 1)
-        return graphs.wanted(device.kind, running, self.limits, self.draft, layout, longest)
+        shapes = graphs.wanted(device.kind, running, self.limits, self.draft, layout, longest)
+        return graphs.by_length(shapes, choices)
 
     def _meeting(self, layout: LayoutPlan) -> list[LedgerRow]:
         """Through what ranks meet, on the card and pinned in host memory."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from metainfer.executor.slots import SlotTable
 from metainfer.executor.static import DeviceTables, StepBuffers, step_inputs
 from metainfer.executor.transfer import to_host
 from metainfer.kv.book.form import latent_plain, plain
-from metainfer.kv.book.spec import CacheSpec, GroupKind, form_groups
+from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, form_groups
 
 SLOTS, CONTEXT, PAGE = 5, 256, 32
 CPU = torch.device("cpu")
@@ -39,22 +41,29 @@ GROUPS = form_groups(
     page_tokens=PAGE,
 )
 
+#: As the second of two ranks holds them, where entries of whole sequences are dealt.
+DEALT = tuple(
+    replace(group, shards=2, part=1) if group.kind is GroupKind.PAGED else group for group in GROUPS
+)
+
 runs_of = st.lists(
     st.tuples(st.integers(0, CONTEXT - 12), st.integers(1, 9)), min_size=1, max_size=SLOTS
 )
 
 
-def tables(seed: int, gone: float) -> tuple[SlotTable, DeviceTables]:
+def tables(
+    seed: int, gone: float, groups: tuple[GroupSpec, ...] = GROUPS
+) -> tuple[SlotTable, DeviceTables]:
     """Every slot with pages of its own; some were given back."""
     rng = np.random.default_rng(seed)
-    host = SlotTable(GROUPS, SLOTS, CONTEXT, 100)
+    host = SlotTable(groups, SLOTS, CONTEXT, 100)
     device = DeviceTables(host, CPU)
     params, grants = SamplingParams(), []
     new = [
         NewRequest(f"r{s}", s, 0, tuple(rng.integers(0, 99, CONTEXT).tolist()), 9, 0, params)
         for s in range(SLOTS)
     ]
-    for group in GROUPS:
+    for group in groups:
         if group.kind is not GroupKind.STATE:
             width = group.pages_for(CONTEXT)
             pages = rng.permutation(np.arange(1, 1 + SLOTS * width)).reshape(SLOTS, width)
@@ -73,11 +82,18 @@ def tables(seed: int, gone: float) -> tuple[SlotTable, DeviceTables]:
     more=st.integers(0, 4),
     seed=st.integers(0, 99),
     gone=st.sampled_from([0.0, 0.3]),
+    groups=st.sampled_from([GROUPS, DEALT]),
 )
 def test_the_device_computes_what_the_host_builds(
-    runs: list[tuple[int, int]], phase: str, spare: int, more: int, seed: int, gone: float
+    runs: list[tuple[int, int]],
+    phase: str,
+    spare: int,
+    more: int,
+    seed: int,
+    gone: float,
+    groups: tuple[GroupSpec, ...],
 ) -> None:
-    host, device = tables(seed, gone)
+    host, device = tables(seed, gone, groups)
     if phase == "decode":
         runs = [(start, 1) for start, _ in runs]
     listed = tuple(
@@ -91,8 +107,8 @@ def test_the_device_computes_what_the_host_builds(
     buffers.numbers.fill_(12345)  # what an earlier step left
     filled = [(run.slot, run.start, len(run.tokens)) for run in listed]
     buffers.fill(step_ids(listed, host), filled, device.spare, phase == "decode")
-    mine = step_inputs(shape, buffers, device, GROUPS)
-    want = build(RankTokens(listed), host, GROUPS).to(CPU)
+    mine = step_inputs(shape, buffers, device, groups)
+    want = build(RankTokens(listed), host, groups).to(CPU)
 
     n = len(runs)
     assert torch.equal(mine.ids[:real], want.ids) and torch.equal(
@@ -105,7 +121,7 @@ def test_the_device_computes_what_the_host_builds(
     if phase in ("chunk", "mixed"):
         assert mine.logit_rows is not None
         assert torch.equal(mine.logit_rows[:n], want.query_start[1:].long() - 1)
-    for group, ours, theirs in zip(GROUPS, mine.groups, want.groups, strict=True):
+    for group, ours, theirs in zip(groups, mine.groups, want.groups, strict=True):
         if group.kind is GroupKind.STATE:
             assert torch.equal(ours.slots[:n], theirs.slots)
             assert (ours.slots[n:] == SLOTS).all()  # the line of padding

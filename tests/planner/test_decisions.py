@@ -148,7 +148,8 @@ def test_what_ranks_share_is_not_captured() -> None:
     assert phases() == phases(tensor=2) == {"decode", "verify", "chunk", "mixed"}
     assert phases(data=2) == phases(data=2, prefill=2) == {"decode"}
     assert phases(tensor=2, prefill=2) == {"decode", "mixed"}
-    assert phases(tensor=2, shards=2) == phases(context=2) == set()
+    assert phases(tensor=2, shards=2) == {"decode", "verify"}
+    assert phases(data=2, tensor=2, shards=2) == {"decode"} and phases(context=2) == set()
 
 
 def test_captured_steps_are_in_the_ledger_or_left_over() -> None:

@@ -356,6 +356,13 @@ def test_copied_heads_are_dealt_over_those_that_hold_them() -> None:
         assert said in [reason.message for reason in of(name, sixteen()).reasons], name
 
 
+def test_steps_over_parts_are_captured_where_kernels_read_by_length() -> None:
+    """Keys of heads are; what chooses over parts reads all that a table has room for."""
+    heads, latents = of("tp16cs2", sixteen()).held, of("tp8cs8").held
+    assert heads is not None and latents is not None
+    assert {shape.phase for shape in heads.wanted} == {"decode"} and latents.wanted == ()
+
+
 def test_every_reason_against_a_dealt_cache_of_heads_is_told_at_once() -> None:
     """Windows bound each layer's cache, one query head cannot be cut, eight are no part of two."""
     found = planned("random:tiny-mistral", context=256)

@@ -124,6 +124,7 @@ IMPLS = (
     portable(
         "attn_paged_part",
         "dealt.torch_dealt:attn_paged_part",
+        by_table=True,
         requires_layout=PAGES,
         cost=_paged(3, 14, 0.4),
     ),
@@ -143,13 +144,16 @@ IMPLS = (
         "dealt.ref:attn_weigh",
         cost=elementwise(lambda c: 4 * _weighed(c), launches=24, part=0.3),
     ),
-    *torch_and_reference(
-        "index_part",
-        "index",
-        KEYS,
-        ("dealt.torch_dealt:index_part", "dealt.ref:index_part"),
-        (_scored(100, 0.4), _scored(100, 0.2)),
-        graph_safe=True,
+    *(
+        replace(each, by_table=True)
+        for each in torch_and_reference(
+            "index_part",
+            "index",
+            KEYS,
+            ("dealt.torch_dealt:index_part", "dealt.ref:index_part"),
+            (_scored(100, 0.4), _scored(100, 0.2)),
+            graph_safe=True,
+        )
     ),
     portable(
         "index_merge",
