@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from metainfer.comm.plan import AUTO
-from metainfer.comm.rooms import longest_bytes, room_of
 from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, Limits, StepGraph
@@ -38,13 +36,11 @@ from metainfer.planner.limits import (
 )
 from metainfer.planner.memory import MARGIN_PART, RESERVE_PART, CacheBudget, kv_rows, total
 from metainfer.planner.needs import Needs, longest_seen, needs_key, nothing_known
+from metainfer.planner.rooms import room_rows
 from metainfer.planner.weights import DTYPE_BYTES, Census, token_elements, weight_rows
 from metainfer.platform.facts import CPU, Facts
 
 UNKNOWN_MEMORY = "unknown_memory"
-
-NCCL_BYTES = 64 << 20
-"""What NCCL keeps for a group (seed)."""
 
 MOST_SEQUENCES = 4096
 """Where capacity pairs stop counting sequences of one domain."""
@@ -223,7 +219,7 @@ class Cards:
             self._activations(layout, needs),
             *self._fetched(layout, packings),
             *self._copied(choices, running or self.running(layout), needs),
-            *self._meeting(layout),
+            *self._rooms(layout),
             *self._graphs(layout, groups, running or self.running(layout), needs, choices),
         )
         held = total([row for row in (*weights, *beside) if row.memory == "device"])
@@ -401,31 +397,11 @@ class Cards:
         shapes = graphs.wanted(device.kind, running, self.limits, self.draft, layout, longest)
         return graphs.by_length(shapes, choices)
 
-    def _meeting(self, layout: LayoutPlan) -> list[LedgerRow]:
-        """Through what ranks meet, on the card and pinned in host memory."""
-        if not talks(layout):
-            return []
-        pairs = [link for link in self.facts.links if link.source >= 0]
-        peers = bool(pairs) and all(link.peer_write for link in pairs)
-        method = self.intent.collectives or AUTO
-        if self.facts.device.kind == CPU:
-            method = "shm_cpu"
-        if method == "nccl":
-            item = "buffers of NCCL (seed)"
-            return [LedgerRow(item=item, kind="communication", bytes=NCCL_BYTES)]
+    def _rooms(self, layout: LayoutPlan) -> list[LedgerRow]:
+        """Through what ranks meet."""
         costs = self.arch.costs()
         row = costs.hidden * DTYPE_BYTES[self.dtype] if costs is not None else 0
-        longest = longest_bytes(layout, self.limits.step_tokens, row)
-        room = room_of(layout, longest, peers=peers or self.intent.one_card, method=method)
-        rows = (
-            ("messages between ranks", room.device, "device"),
-            ("slabs and staging memory between ranks", room.pinned, "pinned"),
-        )
-        return [
-            LedgerRow(item=item, kind="communication", bytes=held, memory=memory)
-            for item, held, memory in rows
-            if held
-        ]
+        return room_rows(layout, self.facts, self.intent, self.limits.step_tokens, row)
 
     def _rest(self, held: int, needs: Needs | None) -> list[LedgerRow]:
         """Reserve and what is left over, on a card whose memory is known."""
