@@ -12,6 +12,8 @@ same inputs in the same process, `--pairs` times; who goes first is drawn for ea
   with their sums; not where domains meet at the experts;
 * ``turns``: over ranks, the halves of a chunk in turns, the collectives of one beside the other's
   products; ``halves``: the same halves without turns, which says what cutting costs;
+  Where ranks share the rows of a chunk ``beside`` is the whole of it, its gathers on their way
+  beside what does not need them;
 * ``pieces N``: a chunk whose products over ranks are summed in N pieces of its rows, the sum of one
   beside the product of the next.
 
@@ -91,7 +93,9 @@ def arms_of(phase: str, layout: LayoutPlan, wanted: list[str] | None) -> list[st
     """What can be compared of such a step, of it what is `wanted`."""
     domains = layout.expert > layout.tensor
     found = [] if domains else ["shared first", "routed first"]
-    if phase == "chunk" and layout.ranks > 1:
+    if phase == "chunk" and layout.prefill > 1:
+        found = ["turns", "beside", "halves"]
+    elif phase == "chunk" and layout.ranks > 1:
         pieces = ["pieces 4", "pieces 2"] if layout.tensor > 1 and not domains else []
         found = ["turns", *pieces, *found, "halves"]
     return [arm for arm in found if wanted is None or arm in wanted]

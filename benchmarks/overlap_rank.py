@@ -22,7 +22,7 @@ from metainfer.core.plan import StepGraph
 from metainfer.core.step import Phase, Segment
 from metainfer.engine.rank import Rank
 from metainfer.executor.graphs import StaticSteps
-from metainfer.executor.halves import halves
+from metainfer.executor.halves import halves, halves_of
 from metainfer.executor.inputs import build
 from metainfer.executor.local import LocalExecutor
 from metainfer.models.common.lanes import interleave
@@ -104,6 +104,8 @@ class Timer:
     def _timed(self, segment: Segment) -> Any:
         wanted = self._wanted
         tokens = segment.ranks[0].tokens + segment.ranks[0].padding
+        if segment.phase is Phase.CHUNK and self._parts.prompts is not None:
+            tokens = sum(rank.tokens for rank in segment.ranks)
         if wanted is not None and (segment.phase, tokens) == (wanted.phase, wanted.size):
             self._wanted = None
             captured = segment.phase is Phase.DECODE and self._executor._tables is not None
@@ -159,7 +161,18 @@ class Timer:
             name, _, count = arm.partition(" ")
             if name == "pieces":
                 return parts.turns.in_pieces(int(count))
-            return parts.turns if arm == "turns" else nullcontext()
+            return parts.turns if arm in ("turns", "beside") else nullcontext()
+
+        @torch.inference_mode()
+        def shared(arm: str) -> torch.Tensor:
+            assert parts.prompts is not None
+            cut = halves_of(segment) if arm in ("turns", "halves") else (segment,)
+            with beside(arm):
+                found = parts.prompts.computed(cut, self._executor._slots, ops)
+            return torch.cat([normed for _, normed in found])
+
+        if parts.prompts is not None:
+            return shared
 
         @torch.inference_mode()
         def run(arm: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from metainfer.comm.side import Done
 from metainfer.core.step import Phase, RankTokens, Segment, TokenRun
 from metainfer.executor.slots import SlotTable
 from metainfer.executor.spread import Keeping, Rows, tables
@@ -63,6 +64,9 @@ class Threads:
         found = self._all(x)
         assert len({part.shape for part in found}) == 1, "ranks bring different numbers of rows"
         return torch.cat(found)
+
+    def start_rows(self, x: Tensor) -> Done[Tensor]:
+        return Done(self.rows(x))
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         found = self._all(x)
@@ -206,7 +210,7 @@ def entries_check(rank: Rank, segment: Segment, keeping: Keeping, peers: Threads
                 each = rows.runs[rows.run_of[row]]
                 value = name(each.keeper, each.run.slot, int(rows.positions[row]))
                 lay(copy, *one(int(writes[row - rows.begin]), value))
-        spread.share(copy, rank.cache, part)
+        spread.start_share(copy, rank.cache, part).wait()
         for piece, number in enumerate(rows.pieces()):
             each = rows.runs[number]
             first = max(rows.begin, int(rows.starts[number]))

@@ -21,6 +21,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from metainfer.comm.peers import ALONE, Peers
+from metainfer.comm.side import Pending
 from metainfer.kv.store.moving import blank, lay, lift
 from metainfer.kv.store.pools import LayerView
 from metainfer.ops.linear.packed import PackedWeight
@@ -120,14 +121,17 @@ class Spread:
 
     def share(self, copy: View, cache: View, part: int = 0) -> None:
         """What every rank has written to its copy, to all copies and to its keeper's cache."""
+        self.start_share(copy, cache, part).wait()
+
+    def start_share(self, copy: View, cache: View, part: int = 0) -> Pending[None]:
+        """`share`, under way: others' entries are nowhere before it is waited for."""
         group = self._parts[part][cache.group]
+        sent = None
         if len(group.mine) and self.shares_rows:
-            gathered = self._gather("entries", lift(copy, group.mine))
-            _place(copy, group.copy_to, gathered, group.copy_from)
-            if group.past is None:
-                _place(cache, group.home_to, gathered, group.home_from)
-        if group.past is not None:
-            lay(cache, group.home_to, lift(copy, group.home_from))
+            own = lift(copy, group.mine)
+            self._count("entries", (self._peers.size - 1) * own.nbytes)
+            sent = self._peers.start_rows(own)
+        return _Shared(group, copy, cache, sent)
 
     def edges(self, copy: View, rows: Tensor) -> Tensor:
         """Raw rows [T, 2, C] that stand before this rank's own, into its copy; all of them come
@@ -148,6 +152,26 @@ class Spread:
 
     def _count(self, what: str, size: int) -> None:
         self._moved[what] += size
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared(Pending[None]):
+    """Entries on their way; `sent`: None where this rank computes all rows."""
+
+    group: GroupSpread
+    copy: LayerView
+    cache: LayerView
+    sent: Pending[Tensor] | None
+
+    def wait(self) -> None:
+        group = self.group
+        if self.sent is not None:
+            gathered = self.sent.wait()
+            _place(self.copy, group.copy_to, gathered, group.copy_from)
+            if group.past is None:
+                _place(self.cache, group.home_to, gathered, group.home_from)
+        if group.past is not None:
+            lay(self.cache, group.home_to, lift(self.copy, group.home_from))
 
 
 def _place(view: LayerView, to: Tensor, gathered: Tensor, source: Tensor) -> None:

@@ -204,13 +204,15 @@ class DeepSeekV4Model:
             eps=arch.norm_eps,
             norm_q=True,
         )
+        arriving = list[Pending[None]]()
         if spread is not None:
-            spread.share(local, kept["local"])
+            arriving.append(spread.start_share(local, kept["local"]))
         where = (inputs.query_start, inputs.context_lens)
         entries = caches.get("entries")
         selected = None
         if entries is not None:
-            selected = self._compress(x, qr, layer, caches, kept, inputs, ops)
+            selected = self._compress(x, qr, layer, caches, kept, arriving, inputs, ops)
+        _wait(arriving)
         if entries is not None and entries.parts > 1:
             o = self._over_parts(q, selected, local, entries, layer, inputs, ops)
         else:
@@ -300,12 +302,14 @@ class DeepSeekV4Model:
         layer: Layer,
         caches: Caches,
         kept: Caches,
+        arriving: list[Pending[None]],
         inputs: SegmentInputs,
         ops: PhaseOps,
     ) -> Tensor | None:
         """Write the entries of windows that close; [T, top_k] entries chosen by the indexer, of
         those that are here where keys are dealt, or None where every visible one is read. `kept`:
-        where a request stays, of which `caches` are copies while ranks share its rows."""
+        where a request stays, of which `caches` are copies while ranks share its rows; those of
+        other ranks are `arriving`."""
         arch, groups, spread = self.arch, inputs.groups, inputs.spread
         assert layer.compress is not None and layer.entry is not None
         rows = ops.linear_f32(x, layer.compress)  # [T, 2 C (+ 4 C' + heads)]
@@ -334,7 +338,7 @@ class DeepSeekV4Model:
                 eps=arch.norm_eps,
             )
             if spread is not None:
-                spread.share(pages, kept[name])
+                arriving.append(spread.start_share(pages, kept[name]))
             if spread is not None and shared:
                 spread.keep(kept[state], edges)
 
@@ -346,6 +350,7 @@ class DeepSeekV4Model:
         keys = caches["index"]
         q = ops.linear(qr, layer.index_q).view(-1, arch.index_heads, arch.index_dim)
         q = ops.index_query(q, inputs.positions, layer.cos_sin, keys.form)
+        _wait(arriving)
         if keys.parts > 1:
             visible = self.dealt.held((inputs.positions + 1) // layer.ratio)
             found, values = ops.index_part(
@@ -461,6 +466,12 @@ class DeepSeekV4Model:
         own = torch.arange(count, dtype=torch.int32, device=device)
         numbers[expert.rank * count : (expert.rank + 1) * count] = own
         return numbers
+
+
+def _wait(arriving: list[Pending[None]]) -> None:
+    """For all of them, once."""
+    while arriving:
+        arriving.pop(0).wait()
 
 
 def _beside(parts: list[Tensor]) -> Tensor:
