@@ -75,10 +75,15 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankTokens(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank computes in a segment; `padding` dummy tokens follow the runs."""
+    """What one rank computes in a segment; `padding` dummy tokens follow the runs.
+
+    `drafting`: rows that every rank computes in each further step of a model that drafts, where
+    ranks of several domains meet in it (`drafting_rows`); empty: as many as its runs ask for.
+    """
 
     runs: tuple[TokenRun, ...]
     padding: int = 0
+    drafting: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:

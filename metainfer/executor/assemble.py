@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from metainfer.executor.loading import (
     part_of,
 )
 from metainfer.executor.local import LocalExecutor, LocalParts
-from metainfer.executor.prompts import prompt_ranks
+from metainfer.executor.prompts import MakeDrafts, prompt_ranks
 from metainfer.kernels.impl import resolve_attribute
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.table import OpTable, Trace
@@ -77,25 +78,23 @@ def assemble(
     parts = load_parts(arch, source, layouts, weights, place, dtype=dtype, device=device)
     phase("model")
     family = family_of({"model_type": arch.family}, "plan")
+    own = arch.on_rank(layout) if layout.ranks > 1 else arch
+    positions = plan.limits.max_context
     model: Any = resolve_attribute(family.build)(
-        arch.on_rank(layout) if layout.ranks > 1 else arch,
-        weights.packed,
-        weights.plain,
-        max_positions=plan.limits.max_context,
-        device=device,
-        ranks=ranks,
+        own, weights.packed, weights.plain, max_positions=positions, device=device, ranks=ranks
     )
-    beside = _use_adapters(model, arch, dtype, device)
+    adapted = _use_adapters(model, arch, dtype, device)
     _tell(model, plan, device)
     phase("cache")
     store = KVStore(resolved.sizes, device)
     ops = OpTable(resolved.selection, trace)
-    drafter: Any = None
-    if plan.draft.method == MODEL:
-        # Its caches follow those of the model's layers.
-        make = resolve_attribute(family.drafter)
-        drafter = make(model, weights.packed, weights.plain, store.layers[arch.layers], ops)
     groups = own_parts(resolved.groups, ranks)
+    prompts = prompt_ranks(model, parts, store, groups, place, ranks, device, plan.halves)
+    drafter = None
+    if plan.draft.method == MODEL:
+        make = _drafter_of(family.drafter, store.layers[arch.layers], ops)
+        drafter = make(model, weights.packed, weights.plain)
+        prompts = prompts and prompts.drafted_by(make, parts, drafter)
     return LocalExecutor(
         LocalParts(
             model=model,
@@ -107,12 +106,12 @@ def assemble(
             step_tokens=plan.limits.step_tokens,
             max_context=plan.limits.max_context,
             vocab=arch.vocab_size,
-            weight_bytes=weights.nbytes + model.table_bytes + beside,
+            weight_bytes=weights.nbytes + model.table_bytes + adapted,
             graphs=plan.graphs,
             drafts=plan.draft.depth,
             model_drafts=drafter,
             adapters=arch.adapters.count if arch.adapters else 0,
-            prompts=prompt_ranks(model, parts, store, groups, place, ranks, device, plan.halves),
+            prompts=prompts,
             dealt=dealt_chunks(model, groups, layout, ranks, device),
             overlap=plan.overlap,
             halves=plan.halves,
@@ -137,6 +136,12 @@ def _use_adapters(model: Any, arch: Arch, dtype: torch.dtype, device: torch.devi
     adapters = load_adapters(arch.adapters, dtype=dtype, device=device)
     model.use_adapters(adapters)
     return sum(pairs.nbytes for pairs in adapters.values())
+
+
+def _drafter_of(name: str, cache: Mapping[str, Any], ops: OpTable) -> MakeDrafts:
+    """What makes a family's drafter. Its caches follow those of the model's layers."""
+    drafter: Any = resolve_attribute(name)
+    return partial(drafter, cache=cache, table=ops)
 
 
 def _use_threads(plan: Plan, device: torch.device) -> None:

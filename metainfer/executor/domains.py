@@ -17,7 +17,8 @@ def of_domain(
 ) -> StepPlan:
     """What `domain`, with `slots` slots of its own, has to do.
 
-    `level`: every rank computes as many tokens as the widest, since domains meet in collectives.
+    `level`: every rank computes as many tokens as the widest, since domains meet in collectives; so
+    does a model that drafts behind it.
     `shared`: ranks of all domains share the rows of chunks, whose lists stay whole; slots of other
     domains mean nothing in them.
     """
@@ -49,11 +50,22 @@ def of_domain(
 
 def _own_segment(segment: Segment, domain: int, first: int, level: bool) -> Segment:
     mine = segment.ranks[domain]
-    padding = mine.padding
+    padding, drafting = mine.padding, mine.drafting
     if level:
         padding = max(rank.tokens + rank.padding for rank in segment.ranks) - mine.tokens
+        drafting = drafting_rows(segment.ranks)
     own = _numbered(segment, first).ranks[domain]
-    return msgspec.structs.replace(segment, ranks=(RankTokens(own.runs, padding),))
+    return msgspec.structs.replace(segment, ranks=(RankTokens(own.runs, padding, drafting),))
+
+
+def drafting_rows(ranks: Sequence[RankTokens]) -> tuple[int, ...]:
+    """Rows of each step of a model that drafts behind its first guess, as the domain with the most
+    has them. A run that asks for n proposals takes n - 1 of these steps."""
+    deepest = max((run.proposals for rank in ranks for run in rank.runs), default=0)
+    return tuple(
+        max(sum(run.proposals > ahead for run in rank.runs) for rank in ranks)
+        for ahead in range(1, deepest)
+    )
 
 
 def _numbered(segment: Segment, first: int) -> Segment:

@@ -41,11 +41,11 @@ from metainfer.executor.graphs import Capture, CudaCapture, StaticSteps, rows_of
 from metainfer.executor.halves import halves
 from metainfer.executor.inputs import build
 from metainfer.executor.late import DRAFTS, OP_BY_OP, Launched, Settle, Stretch, asked
+from metainfer.executor.model_drafts import ModelDrafts, propose
 from metainfer.executor.prompts import PromptRanks
 from metainfer.executor.protocol import NanGuard
 from metainfer.executor.sampler import fail_silent, launch_draws
 from metainfer.executor.slots import OpenGrammar, SlotTable
-from metainfer.executor.speculative import ModelDrafts, propose
 from metainfer.executor.static import DeviceTables
 from metainfer.executor.transfer import to_host, wait_for
 from metainfer.executor.warmup import GREEDY, WarmUp, named
@@ -361,7 +361,8 @@ class LocalExecutor:
     ) -> Settle:
         """Draw, look at rows that show no logits, and let a model that drafts propose. `step`: what
         a captured step has for the draws of its rows."""
-        parts, runs = self._parts, segment.ranks[0].runs
+        parts, rank = self._parts, segment.ranks[0]
+        runs = rank.runs
         ops, guard = parts.ops.phase(segment.phase), self.nan_guard is not NanGuard.OFF
         draws = None
         if logits is not None and len(logits):
@@ -383,7 +384,7 @@ class LocalExecutor:
             return settle
         wait_for(parts.device)
         results = settle()
-        propose(parts.model_drafts, hidden, inputs, runs, results, self._slots, ops)
+        propose(parts.model_drafts, hidden, inputs, rank, results, self._slots, ops)
         return lambda: results
 
     def _warm_segment(

@@ -173,7 +173,7 @@ class _Slot:
 
 
 class NullProposer(Protocol):
-    """A stand-in for a model that drafts (`executor.speculative.ModelDrafts`)."""
+    """A stand-in for a model that drafts (`executor.model_drafts.ModelDrafts`)."""
 
     def propose(self, request_id: str, sampled: int, count: int) -> Sequence[int]:
         """Exactly `count` ids that may follow the first `sampled` tokens of the answer."""

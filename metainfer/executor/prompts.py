@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 from metainfer.comm.peers import Peers, Place, Ranks
 from metainfer.comm.side import Turns
 from metainfer.core.plan import LayoutPlan
-from metainfer.core.step import RunResult, Segment
+from metainfer.core.step import ALL_LAYERS, RunResult, Segment
 from metainfer.executor.halves import halves_of
+from metainfer.executor.model_drafts import ModelDrafts
+from metainfer.executor.prompt_drafts import Computed, PromptDrafts
 from metainfer.executor.sampler import fail_silent, finish_runs
 from metainfer.executor.slots import SlotTable
 from metainfer.executor.spread import Ints, Keeping, Rows, tables
@@ -27,6 +29,9 @@ from metainfer.kv.store.pools import KVStore
 from metainfer.models.common.inputs import GroupInputs, SegmentInputs
 from metainfer.models.common.lanes import interleave
 from metainfer.models.common.spread import Part, Spread
+from metainfer.ops.linear.packed import PackedWeight
+
+MakeDrafts = Callable[[Any, Mapping[str, PackedWeight], Mapping[str, Tensor]], ModelDrafts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +39,7 @@ class PromptRanks:
     """`model` has whole matrices, in `parts` parts; `decoder` is the model of decodes, whose head
     makes logits. `peers` share the rows; `domain`: this rank's, of `domains`. Chunks of at least
     `halves` tokens are computed as two halves in `turns`; 0: none. `moved`: bytes that came from
-    others, by what they were."""
+    others, by what they were. `drafts`: what drafts behind chunks."""
 
     model: Any
     decoder: Any
@@ -50,6 +55,7 @@ class PromptRanks:
     halves: int
     turns: Turns
     moved: Counter[str] = field(default_factory=Counter)
+    drafts: PromptDrafts | None = None
 
     def run(
         self, segment: Segment, slots: SlotTable, ops: PhaseOps, *, guard: bool
@@ -61,29 +67,44 @@ class PromptRanks:
             found = self.computed(parts, slots, ops)
         own = segment.ranks[self.domain].runs
         results = [RunResult(run.slot) for run in own]
-        answers = torch.cat([self._answers(rows, normed) for rows, normed in found])
+        answers = torch.cat([self._answers(each.rows, self._normed(each)) for each in found])
         if len(answers):
             logits = self.decoder.head(answers, ops)
             results = finish_runs(logits, own, slots, ops, guard=guard)
         if guard:
-            finite = torch.cat([self._finite(rows, normed) for rows, normed in found])
+            finite = torch.cat([self._finite(each.rows, self._normed(each)) for each in found])
             fail_silent(finite.tolist(), own, results)
+        if self.drafts is not None and segment.stop_layer == ALL_LAYERS:
+            (whole,) = found  # no halves beside a model that drafts
+            self.drafts.propose(segment, whole, results, slots, ops)
         return results
 
-    def computed(
-        self, parts: Sequence[Segment], slots: SlotTable, ops: PhaseOps
-    ) -> list[tuple[Rows, Tensor]]:
-        """Of each of `parts`, lanes that take turns: who has which rows, and own ones [m, D] as the
-        head reads them."""
-        each = [Rows(part, self.peers.rank, self.peers.size, self.domain) for part in parts]
+    def drafted_by(self, make: MakeDrafts, parts: Sequence[Part], drafter: ModelDrafts) -> Self:
+        """The same with `drafter`, which drafts behind decodes. `make`: another, of a model and its
+        weights (packed, plain) over the same cache."""
+        drafts = PromptDrafts(
+            reader=make(self.model, *parts[0]),
+            drafter=drafter,
+            peers=self.peers,
+            device=self.device,
+            moved=self.moved,
+        )
+        return replace(self, drafts=drafts)
+
+    def computed(self, parts: Sequence[Segment], slots: SlotTable, ops: PhaseOps) -> list[Computed]:
+        """This rank's rows of each of `parts`, lanes that take turns."""
+        rows = [Rows(part, self.peers.rank, self.peers.size, self.domain) for part in parts]
+        inputs = [self._inputs(each, slots) for each in rows]
         lanes = [
-            self.model.lane(self._inputs(rows, slots), self.store.layers, ops, part.stop_layer)
-            for rows, part in zip(each, parts, strict=True)
+            self.model.lane(each, self.store.layers, ops, part.stop_layer)
+            for each, part in zip(inputs, parts, strict=True)
         ]
-        return [
-            (rows, self.model.normed(hidden))
-            for rows, hidden in zip(each, interleave(lanes), strict=True)
-        ]
+        return [Computed(*each) for each in zip(rows, inputs, interleave(lanes), strict=True)]
+
+    def _normed(self, part: Computed) -> Tensor:
+        """Own rows [m, D] as the head reads them."""
+        normed: Tensor = self.model.normed(part.hidden)
+        return normed
 
     def _finite(self, rows: Rows, normed: Tensor) -> Tensor:
         """bool: of each row of this domain's runs, whoever computed it."""

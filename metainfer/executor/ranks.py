@@ -145,7 +145,8 @@ class RankExecutor:
     @property
     def moved_bytes(self) -> dict[str, int]:
         """Bytes that ranks received while they shared rows of chunks, over all ranks: ``loans``
-        (what was cached before), ``entries`` (what they wrote), ``edges`` (raw rows)."""
+        (what was cached before), ``entries`` (what they wrote), ``edges`` (raw rows), ``drafts``
+        (rows that a model that drafts goes on from)."""
         each: list[dict[str, int]] = self._group.call("moved_bytes")
         total: Counter[str] = Counter()
         for moved in each:

@@ -1,28 +1,22 @@
-"""Drafts on the device's side: what a run's drafts are, which are accepted, who proposes the next.
+"""Drafts on the device's side: what a run's drafts are, and which are accepted.
 
-The n-gram drafter lives in the scheduler; its drafts arrive as ids. A model that drafts (ADR 0010)
-runs here after each segment: what it proposes for a slot stays with the slot, and the next plan
-names it by placeholders.
+The n-gram drafter lives in the scheduler; its drafts arrive as ids. Those of a model
+(`model_drafts`) stay with their slot, and the next plan names them by placeholders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from metainfer.core.errors import InternalError
-from metainfer.core.step import PENDING, RunResult, TokenRun
+from metainfer.core.step import PENDING, TokenRun
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from metainfer.executor.slots import SlotState, SlotTable
-    from metainfer.kernels.table import PhaseOps
-    from metainfer.models.common.inputs import SegmentInputs
+    from metainfer.executor.slots import SlotState
 
 
 class Grammar(Protocol):
@@ -47,38 +41,6 @@ class Grammar(Protocol):
     @property
     def fault(self) -> str:
         """Why it can no longer be followed, or empty; the request then ends with it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftStep:
-    """What a segment leaves to a model that drafts. T tokens (padding included), one entry per run.
-
-    `hidden` is what the target's `forward` returned. `next_ids` int64 [T]: the id after each row's
-    token; 0 in rows of rejected drafts, of padding, and at the end of a run that drew nothing. A
-    drafter that keeps a cache writes its entries for all other rows; those of rejected ones are
-    written again by the next run, so writing them is harmless. `last_rows` int64 [runs]: the row
-    whose successor was drawn, -1 where none was. `wanted`: how many proposals each run asks for;
-    pages exist for ``wanted - 1`` positions beyond the run's end.
-    """
-
-    inputs: SegmentInputs
-    hidden: Tensor
-    runs: Sequence[TokenRun]
-    next_ids: npt.NDArray[np.int64]
-    last_rows: npt.NDArray[np.int64]
-    wanted: tuple[int, ...]
-    ops: PhaseOps
-
-
-class ModelDrafts(Protocol):
-    """A model that drafts beside the target, such as a multi-token-prediction block."""
-
-    def propose(self, step: DraftStep) -> Sequence[Sequence[int]]:
-        """For each run exactly as many ids as it wants: guesses for what follows `last_rows`.
-
-        Called after every segment, also where nothing is wanted: a drafter with a cache fills it.
-        """
         ...
 
 
@@ -110,46 +72,3 @@ def accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
     while count < len(drafts) and drawn[count] == drafts[count]:
         count += 1
     return count
-
-
-def propose(
-    drafter: ModelDrafts,
-    hidden: Tensor,
-    inputs: SegmentInputs,
-    runs: Sequence[TokenRun],
-    results: Sequence[RunResult],
-    table: SlotTable,
-    ops: PhaseOps,
-) -> None:
-    """Let `drafter` see a finished segment, and keep its proposals with their slots.
-
-    Raises:
-        InternalError: it proposed more or fewer than was asked for.
-    """
-    next_ids = np.zeros(inputs.ids.shape[0], np.int64)
-    last_rows = np.full(len(runs), -1, np.int64)
-    wanted = tuple(
-        0 if result.error else run.proposals for run, result in zip(runs, results, strict=True)
-    )
-    at = 0
-    for number, (run, result) in enumerate(zip(runs, results, strict=True)):
-        following = table.states[run.slot].tokens[run.start + 1 : run.end + 1]
-        next_ids[at : at + len(following)] = following
-        if result.tokens:
-            last_rows[number] = at + len(following) - 1
-        at += len(run.tokens)
-    made = drafter.propose(
-        DraftStep(
-            inputs=inputs,
-            hidden=hidden,
-            runs=runs,
-            next_ids=next_ids,
-            last_rows=last_rows,
-            wanted=wanted,
-            ops=ops,
-        )
-    )
-    for run, count, tokens in zip(runs, wanted, made, strict=True):
-        if len(tokens) != count:
-            raise InternalError(f"{len(tokens)} proposals were made, {count} asked for")
-        table.states[run.slot].proposals = list(tokens)

@@ -116,6 +116,11 @@ class Costs(Protocol):
         ...
 
     @property
+    def draft_width(self) -> int:
+        """Elements of a row that a draft layer goes on from; 0 where none is loaded."""
+        ...
+
+    @property
     def layer_launches(self) -> float:
         """Kernels that a chunk launches for a layer (V4: counted on an H200; others: seeds)."""
         ...

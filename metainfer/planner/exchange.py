@@ -11,8 +11,8 @@ after the other:
   rank, over all of these ranks where it is not; then the shared expert's sum of a domain is one
   more;
 * ranks that share the rows of a chunk: the entries that it adds are gathered, with the windows and
-  states at the parts' edges; what of the cache before it a rank lacks is gathered too, or lent by
-  its keepers in broadcasts (`RankWork.fetches`);
+  states at the parts' edges, and the rows that a draft layer goes on from; what of the cache before
+  it a rank lacks is gathered too, or lent by its keepers in broadcasts (`RankWork.fetches`);
 * ranks that each hold a part of the cache: queries are gathered, log-sums gathered and partial
   outputs merged by them, chosen positions gathered where keys choose.
 """
@@ -130,6 +130,8 @@ class Exchange:
         if layout.prefill > 1:
             gathered = sent.new * work.token_bytes + layout.prefill * work.edge_bytes
             micros += layers * self._direct(sent, layout.prefill, gathered / layers)
+            if ends := sent.scored * work.costs.draft_width * work.width:
+                micros += self._direct(sent, layout.prefill, ends)
         if work.fetches is Fetch.LENT and sent.before:
             lent = sent.before * work.token_bytes / layers
             micros += layers * self._broadcast(max(layout.prefill, layout.shards), lent)

@@ -28,10 +28,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 
-from metainfer.core.plan import DraftPlan, LayoutPlan
+from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
-from metainfer.core.verdict import Verdict, all_of, require
-from metainfer.planner.drafts import MODEL
+from metainfer.core.verdict import Verdict, require
 from metainfer.platform.facts import CPU, CUDA
 
 SINGLE = "single"
@@ -156,23 +155,13 @@ def processes(asked: str | None, experts: int) -> int:
     return 1
 
 
-def runs(layout: LayoutPlan, kind: str, draft: DraftPlan, *, asked: bool = False) -> Verdict:
+def runs(layout: LayoutPlan, kind: str, *, asked: bool = False) -> Verdict:
     """Whether this release runs a layout on devices of `kind`, and not only plans it. `asked`: by
     name; over cards nothing else is run."""
-    several, meet = layout.ranks > 1, layout.expert > layout.tensor
-    drafts = draft.method == MODEL
-    drafted = "a drafting model's ranks would meet at experts in steps that not all of them take"
-    spread = "a drafting model reads every row of a chunk, of which a rank has a part"
-    return all_of(
-        [
-            require(
-                not several or kind == CPU or (asked and kind == CUDA),
-                *("not-built", NOT_BUILT),
-                devices=layout.ranks,
-            ),
-            require(not (meet and drafts), "draft", drafted),
-            require(not (layout.prefill > 1 and drafts), "draft", spread),
-        ]
+    return require(
+        layout.ranks == 1 or kind == CPU or (asked and kind == CUDA),
+        *("not-built", NOT_BUILT),
+        devices=layout.ranks,
     )
 
 

@@ -216,7 +216,7 @@ def _planned_only(cards: Cards, layout: LayoutPlan) -> tuple[Reason, ...]:
     asked = cards.intent.parallel is not None and named(cards.intent.parallel, (layout,)) is layout
     # A rank that is emulated runs where any single one does.
     kind = CPU if cards.emulated is not None else cards.facts.device.kind
-    return runs(layout, kind, cards.draft, asked=asked).reasons
+    return runs(layout, kind, asked=asked).reasons
 
 
 def _priced(

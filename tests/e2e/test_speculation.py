@@ -11,8 +11,10 @@ import dataclasses
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from harness import ask, start
 from speculation import (
     DEEPEST,
@@ -27,12 +29,13 @@ from speculation import (
     requests,
     same,
 )
+from torch import Tensor
 
 from metainfer.core.request import SamplingParams
-from metainfer.core.step import Phase
+from metainfer.core.step import Phase, RunResult, TokenRun
 from metainfer.engine.engine import Engine
 from metainfer.executor.local import LocalExecutor
-from metainfer.executor.speculative import DraftStep
+from metainfer.executor.model_drafts import DraftStarts, DraftStep, propose
 from metainfer.scheduler.drafting import Drafting
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "12"))
@@ -119,46 +122,70 @@ class Seen:
     `texts`: prompt and greedy answer of each request.
     """
 
+    group = 0
+
     def __init__(self, rng: random.Random, engine: Engine, texts: dict[str, list[int]]) -> None:
         executor = engine._executor
         assert isinstance(executor, LocalExecutor)
         self.rng, self.texts, self.executor = rng, texts, executor
         self.vocab = executor._parts.vocab
         self.made = self.drawn = self.chunks = 0
+        self.runs: list[tuple[TokenRun, RunResult]] = []  # of the segment
 
-    def propose(self, step: DraftStep) -> list[list[int]]:
+    def noted(self, drafter: Any, *given: Any) -> None:
+        """`model_drafts.propose`, with a look at what it is given."""
+        _, _, rank, results, *_ = given
+        self.runs = list(zip(rank.runs, results, strict=True))
+        propose(drafter, *given)
+
+    def read(self, step: DraftStep) -> Tensor:
         every_row = dataclasses.replace(step.inputs, logit_rows=None)
         model = self.executor._parts.model
         best = model.logits(step.hidden, every_row, step.ops).argmax(-1).tolist()
-        positions, found, at = step.inputs.positions.tolist(), [], 0
-        for run, last, wanted in zip(step.runs, step.last_rows.tolist(), step.wanted, strict=True):
+        positions, at = step.inputs.positions.tolist(), 0
+        for run, result in self.runs:
             text = self.texts[self.executor._slots.states[run.slot].request_id]
-            stop = at + len(run.tokens)
-            end = last + 1 if last >= 0 else stop
+            stop, end = at + len(run.tokens), at + len(run.tokens)
+            if result.tokens:  # the row that drew, and what is behind it
+                end -= run.drafts - result.accepted_drafts
+                assert best[end - 1] == text[positions[end - 1] + 1]
+                self.drawn += 1
+            else:
+                assert run.proposals == 0
+                self.chunks += 1
             following = text[run.start + 1 :][: end - at]
             assert step.next_ids[at : at + len(following)].tolist() == following
             assert not step.next_ids[end:stop].any()
             assert positions[at:stop] == list(range(run.start, run.end))
-            if last < 0:
-                assert wanted == 0
-                self.chunks += 1
-                found.append([])
-            else:
-                assert best[last] == text[positions[last] + 1]  # the row that drew
-                begin = positions[last] + 2
-                right = (text[begin : begin + wanted] + [0] * wanted)[:wanted]
-                found.append(
-                    [t if self.rng.random() < 0.7 else (t + 1) % self.vocab for t in right]
-                )
-                self.drawn += 1
-            self.made += wanted
             at = stop
+        return torch.arange(len(positions))
+
+    def propose(self, starts: DraftStarts) -> list[list[int]]:
+        asking = [(run, result) for run, result in self.runs if run.proposals]
+        assert starts.wanted == tuple(run.proposals for run, _ in asking)
+        found = []
+        for n, (run, result) in enumerate(asking):
+            wanted, position = run.proposals, int(starts.positions[n])
+            assert position == run.end - 1 - run.drafts + result.accepted_drafts
+            table = self.executor._slots.page_tables[self.group][run.slot]
+            pages = starts.pages[n].tolist()
+            assert pages == table[: len(pages)].tolist()
+            size = self.executor._parts.groups[self.group].page_tokens
+            assert len(pages) * size > position + wanted - 1
+            text = self.texts[self.executor._slots.states[run.slot].request_id]
+            right = (text[position + 2 :][:wanted] + [0] * wanted)[:wanted]
+            found.append([t if self.rng.random() < 0.7 else (t + 1) % self.vocab for t in right])
+            self.made += wanted
         return found
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_the_devices_own_drafts(
-    family: Family, model: str | Path, late: bool, rng: random.Random
+    family: Family,
+    model: str | Path,
+    late: bool,
+    rng: random.Random,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The seam for a model that drafts (ADR 0010): plans carry placeholders."""
     lone = alone(family, model)
@@ -174,6 +201,7 @@ def test_the_devices_own_drafts(
         for i, (prompt, answer) in enumerate(zip(prompts, wanted, strict=True))
     }
     drafter = Seen(rng, engine, texts)
+    monkeypatch.setattr("metainfer.executor.local.propose", drafter.noted)
     executor._parts = dataclasses.replace(executor._parts, model_drafts=drafter)
     scheduler.drafting = Drafting(dataclasses.replace(scheduler.config, model_drafts=True), None)
     for answer, meant in zip(play(engine, prompts, params, late=late), wanted, strict=True):

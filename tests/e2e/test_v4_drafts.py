@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import v4
-from harness import ask, start
+from harness import Answer, ask, start
 from test_invariance import same
 from torch import Tensor
 from v4_mtp import PlainMtp
@@ -20,7 +19,6 @@ from metainfer.core.errors import RefusedError
 from metainfer.core.request import SamplingParams
 from metainfer.engine.engine import Engine
 
-LONG = "RANK_REQUESTS" in os.environ
 PLAIN = {"kv": "latent@1", "index": "index@1"}
 FIXED: Mapping[str, Any] = {
     "dtype": "float64",
@@ -43,10 +41,12 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("depth", [1, 3, 7])
-def test_drafts_change_no_token(checkpoint: tuple[Path, Any], depth: int) -> None:
-    rng = random.Random(depth)
-    folder, _ = checkpoint
+@pytest.fixture(scope="module")
+def plain(
+    checkpoint: tuple[Path, Any],
+) -> tuple[list[list[int]], list[SamplingParams], list[Answer]]:
+    """What is asked, and what the model answers without drafts."""
+    rng = random.Random(1)
     asked = prompts(rng, 6)
     params = [
         SamplingParams(
@@ -54,48 +54,19 @@ def test_drafts_change_no_token(checkpoint: tuple[Path, Any], depth: int) -> Non
         )
         for i in range(len(asked))
     ]
-    plain = ask(start(folder, concurrency=3, chunk_tokens=32, **FIXED), asked, params)
+    engine = start(checkpoint[0], concurrency=3, chunk_tokens=32, **FIXED)
+    return asked, params, ask(engine, asked, params)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 7])
+def test_drafts_change_no_token(checkpoint: tuple[Path, Any], plain: Any, depth: int) -> None:
+    folder, _ = checkpoint
+    asked, params, answers = plain
     drafting = start(folder, concurrency=3, chunk_tokens=32, draft=f"mtp:{depth}", **FIXED)
-    for answer, wanted in zip(ask(drafting, asked, params), plain, strict=True):
+    for answer, wanted in zip(ask(drafting, asked, params), answers, strict=True):
         same(answer, wanted)
     stats = drafting.stats()
     assert stats.drafted_tokens > 50
-
-
-@pytest.mark.skipif(not LONG, reason="by hand: RANK_REQUESTS=200")
-@pytest.mark.parametrize("layout", ["tp2", "tp2cs2", "tp2ep2", "2x"])
-def test_drafts_over_ranks_change_no_token(checkpoint: tuple[Path, Any], layout: str) -> None:
-    """Ranks that share the draft layer's matrices, or are replicas, propose the same."""
-    rng = random.Random(layout)
-    folder, _ = checkpoint
-    asked = prompts(rng, 2)
-    params = [
-        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12, logprobs=0)
-        for i in range(len(asked))
-    ]
-    plain = ask(start(folder, concurrency=3, **FIXED), asked, params)
-    drafting = start(folder, concurrency=3, draft="mtp:3", parallel=layout, **FIXED)
-    try:
-        for answer, wanted in zip(ask(drafting, asked, params), plain, strict=True):
-            same(answer, wanted)
-        assert drafting.stats().drafted_tokens > 10
-    finally:
-        drafting.close()
-
-
-@pytest.mark.parametrize(
-    ("layout", "reason"),
-    [
-        ("cp2/tp2", "a drafting model reads every row of a chunk, of which a rank has a part"),
-        ("ep2", "a drafting model's ranks would meet at experts in steps that not all of them"),
-    ],
-)
-def test_where_ranks_cannot_draft_it_is_refused_before_anything_loads(
-    checkpoint: tuple[Path, Any], layout: str, reason: str
-) -> None:
-    folder, _ = checkpoint
-    with pytest.raises(RefusedError, match=reason):
-        start(folder, draft="mtp:1", parallel=layout, **FIXED)
 
 
 def test_guesses_are_the_formulas(checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
@@ -105,12 +76,10 @@ def test_guesses_are_the_formulas(checkpoint: tuple[Path, dict[str, Tensor]]) ->
     seen, drafter = [], engine._executor._parts.model_drafts  # type: ignore[union-attr]
     propose = drafter.propose
 
-    def recorded(step: Any) -> Any:
-        made = propose(step)
-        ends = [int(row) for row in step.last_rows]
-        for guesses, row, count in zip(made, ends, step.wanted, strict=True):
-            if count:
-                seen.append((int(step.inputs.positions[row]), guesses[0]))
+    def recorded(starts: Any) -> Any:
+        made = propose(starts)
+        firsts = [guesses[0] for guesses in made]
+        seen.extend(zip(starts.positions.tolist(), firsts, strict=True))
         return made
 
     drafter.propose = recorded

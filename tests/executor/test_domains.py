@@ -32,7 +32,13 @@ def drawn(rng: random.Random, domains: int) -> StepPlan:
     def runs(domain: int) -> tuple[TokenRun, ...]:
         mine = rng.sample(range(SLOTS), rng.randrange(SLOTS + 1))
         return tuple(
-            TokenRun(domain * SLOTS + each, 0, (1,) * rng.randrange(1, 5)) for each in mine
+            TokenRun(
+                domain * SLOTS + each,
+                0,
+                (1,) * rng.randrange(1, 5),
+                proposals=rng.choice((0, 0, 1, 4)),
+            )
+            for each in mine
         )
 
     segments = tuple(
@@ -78,7 +84,13 @@ def test_nothing_is_lost_and_answers_come_back_in_order(
                     widest = max(each.tokens + each.padding for each in whole.ranks)
                     assert rank.tokens + rank.padding == widest
                 else:
-                    assert rank.padding == given.padding
+                    assert (rank.padding, rank.drafting) == (given.padding, ())
+            # As many further steps of drafts, of as many rows, on every rank; as some domain needs.
+            for number, whole in enumerate(plan.segments if level else ()):
+                (rank,) = part.segments[number].ranks
+                wanted = [[run.proposals for run in each.runs] for each in whole.ranks]
+                for ahead, rows in enumerate((*rank.drafting, 0), 1):
+                    assert rows == max(sum(n > ahead for n in each) for each in wanted)
         answers = [
             [RunResult(r.slot, (r.slot,)) for s in part.segments for r in s.ranks[0].runs]
             for part in parts

@@ -7,20 +7,25 @@ from typing import Any
 
 import pytest
 
+from metainfer.comm import model as links
 from metainfer.core.errors import RefusedError, UsageError, UserError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Decision, Origin
 from metainfer.core.plan import DraftPlan
 from metainfer.core.step import Phase
+from metainfer.engine.elsewhere import describe
 from metainfer.kernels.audit import target_facts
 from metainfer.kernels.impl import Evidence
 from metainfer.kernels.select import Policy
 from metainfer.kv.book.form import plain
 from metainfer.kv.book.spec import CacheSpec, GroupKind, Rewind, form_groups
+from metainfer.models.deepseek_v4.cost import Costs
 from metainfer.ops.catalog import builtin_registry
 from metainfer.planner.drafts import MOST, DraftModule, check_rewind
+from metainfer.planner.exchange import Exchange, Sent
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved, resolve
+from metainfer.planner.work import RankWork
 
 REFERENCE = "random:qwen3-8b?layers=2"
 MODEL = open_model(REFERENCE).facts
@@ -206,3 +211,22 @@ def test_b22_the_plan_is_refused_when_a_ring_is_too_short() -> None:
     assert resolved("ngram:3", arch=ShortRing()).plan.draft.depth == 3
     with pytest.raises(RefusedError, match="take back 3"):
         resolved("ngram:4", arch=ShortRing())
+
+
+@pytest.mark.parametrize("layout", ["cp2/tp2", "cp2/dp2ep2"])
+def test_ends_of_prompts_are_sent_to_where_drafts_go_on(layout: str) -> None:
+    """Each is four streams of the model's width, where ranks share a chunk's rows."""
+    reference = "random:deepseek-v4-flash?layers=12"
+    intent = Intent(model=reference, parallel=layout, context=4096)
+    cost = describe("2x-h200-nop2p").resolve(open_model(reference), intent).chosen.cost
+    assert cost is not None and cost.prompts is not None and cost.tree is not None
+    work = cost.prompts.work
+    assert isinstance(work.costs, Costs)
+    drafting = replace(work, costs=Costs(work.costs.arch.with_draft()))
+
+    def more(work: RankWork) -> float:
+        exchange = Exchange(work, cost.tree)
+        return exchange.seconds(Sent(2048, 2, new=4096)) - exchange.seconds(Sent(2048, 1, new=4096))
+
+    one, two = (links.direct(cost.tree, n * 4 * 4096 * 2, through_host=True) for n in (1, 2))
+    assert more(work) == 0 and more(drafting) * 1e6 == pytest.approx(two - one, abs=1e-6)

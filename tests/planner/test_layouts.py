@@ -163,11 +163,12 @@ def test_b04_chunks_of_a_pair_ask_for_kernels_of_the_parts_that_a_rank_holds() -
         assert asked["linear.wqkv"].count == 43
 
 
-def test_a_drafting_model_does_not_run_where_ranks_share_rows() -> None:
-    (pair,) = [each for each in enumerate_layouts(2, 0) if each.name == "cp2/tp2"]
-    assert runs(pair, "cpu", DraftPlan(method="ngram", depth=2)).accepted
-    (reason,) = runs(pair, "cpu", DraftPlan(method="mtp", depth=1)).reasons
-    assert reason.code == "draft" and "every row of a chunk" in reason.message
+def test_over_cards_only_what_was_asked_for_by_name_runs() -> None:
+    for name in ("tp2", "cp2/tp2"):
+        (found,) = [each for each in enumerate_layouts(2, 0) if each.name == name]
+        assert runs(found, "cpu").accepted and runs(found, "cuda", asked=True).accepted
+        (reason,) = runs(found, "cuda").reasons
+        assert reason.code == "not-built"
 
 
 # -- what a card holds -----------------------------------------------------------------------------

@@ -145,6 +145,10 @@ class Costs:
         return True
 
     @property
+    def draft_width(self) -> int:
+        return self.arch.streams * self.arch.hidden if self.arch.mtp else 0
+
+    @property
     def layer_launches(self) -> float:
         return 41
 

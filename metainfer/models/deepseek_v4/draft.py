@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from metainfer.core.step import Phase
 from metainfer.kernels.table import OpTable, PhaseOps
@@ -47,32 +48,42 @@ class MtpDrafter:
         self._collapse = tuple(plain[f"{MTP}hc_head_{leaf}"] for leaf in ("fn", "base", "scale"))
         self._norm = plain[f"{MTP}norm"]
 
+    @property
+    def group(self) -> int:
+        """The cache group of its window."""
+        number: int = self._cache["local"].group
+        return number
+
     @torch.inference_mode()
-    def propose(self, step: Any) -> Sequence[Sequence[int]]:
-        """For each run as many ids as it wants; `executor.speculative` states the contract."""
-        device = step.inputs.ids.device
-        next_ids = torch.from_numpy(step.next_ids).to(device)
-        streams = self._streams(step.hidden.streams, next_ids, step.inputs, step.ops)
-        asking = [i for i, count in enumerate(step.wanted) if count]
-        if not asking:
-            return [()] * len(step.wanted)
-        runs = torch.tensor(asking, device=device)
-        rows = torch.from_numpy(step.last_rows).to(device)[runs]
-        at, streams = step.inputs.positions[rows], streams[rows]  # [S'], [S', N, D]
-        guesses, asked = [self._guess(streams, step.ops)], [asking]
-        ops = self._table.phase(Phase.DRAFT)
-        for ahead in range(1, max(step.wanted)):
+    def read(self, step: Any) -> Tensor:
+        """Streams [T, N, D] behind the draft layer; `executor.model_drafts` states the contract."""
+        next_ids = torch.from_numpy(step.next_ids).to(step.inputs.ids.device)
+        return self._streams(step.hidden.streams, next_ids, step.inputs, step.ops)
+
+    @torch.inference_mode()
+    def propose(self, starts: Any) -> Sequence[Sequence[int]]:
+        """For each run as many ids as it wants. Where ranks of other domains meet at the experts,
+        all take as many steps, of as many rows."""
+        ops, wanted, level = self._table.phase(Phase.DRAFT), starts.wanted, starts.level
+        going = list(range(len(wanted)))
+        at, pages, streams = starts.positions, starts.pages, starts.left
+        guesses, asked = [self._guess(streams, starts.ops)], [going]
+        for ahead in range(1, max(1 + len(level), max(wanted, default=0))):
             last = guesses[-1]
             # A run goes no further than it wants: at the context's end there is no next position.
-            going = [n for n, i in enumerate(asked[-1]) if step.wanted[i] > ahead]
-            if len(going) < len(asked[-1]):
-                kept = torch.tensor(going, device=device)
-                runs, at, streams, last = runs[kept], at[kept], streams[kept], last[kept]
-            asked.append([asked[-1][n] for n in going])
-            inputs = self._following(step.inputs, runs, at + ahead, last)
-            streams = self._streams(streams, last, inputs, ops)
+            kept = [n for n, i in enumerate(going) if wanted[i] > ahead]
+            if len(kept) < len(going):
+                rows = torch.tensor(kept, dtype=torch.int64, device=at.device)
+                at, pages, streams, last = at[rows], pages[rows], streams[rows], last[rows]
+                going = [going[n] for n in kept]
+            padding = max(0, level[ahead - 1] - len(going)) if level else 0
+            inputs = self._following(pages, at + ahead, last, padding)
+            if padding:
+                streams = torch.cat((streams, streams.new_zeros(padding, *streams.shape[1:])))
+            streams = self._streams(streams, inputs.ids, inputs, ops)[: len(going)]
             guesses.append(self._guess(streams, ops))
-        found: list[list[int]] = [[] for _ in step.wanted]
+            asked.append(going)
+        found: list[list[int]] = [[] for _ in wanted]
         for i, token in zip(itertools.chain(*asked), torch.cat(guesses).tolist(), strict=True):
             found[i].append(token)
         return found
@@ -91,25 +102,29 @@ class MtpDrafter:
 
     def _guess(self, streams: Tensor, ops: PhaseOps) -> Tensor:
         """The likeliest id behind each row: [rows] int64."""
+        if not len(streams):
+            return torch.zeros(0, dtype=torch.int64, device=streams.device)
         arch = self._model.arch
         x = ops.hyper_head(streams, *self._collapse, norm_eps=arch.norm_eps, eps=arch.hyper_eps)
         x = ops.rmsnorm(x, self._norm, arch.norm_eps)
         return self._model.ends.logits(x, ops.linear_f32).argmax(dim=-1)
 
     def _following(
-        self, inputs: SegmentInputs, runs: Tensor, positions: Tensor, ids: Tensor
+        self, pages: Tensor, positions: Tensor, ids: Tensor, padding: int
     ) -> SegmentInputs:
-        """One row for each asking sequence, at `positions` [S'] beyond what it computed."""
+        """One row for each sequence that goes on, at `positions` [S] beyond what it computed, with
+        the pages [S, W] of its window; `padding` rows behind them belong to none."""
         local = self._cache["local"]
-        pages = inputs.groups[local.group].pages[runs]  # [S', W]
         page = pages.gather(1, (positions // local.entries).unsqueeze(1)).squeeze(1).long()
         slots = page * local.entries + positions % local.entries
-        groups = list(inputs.groups)
-        groups[local.group] = GroupInputs(pages, slots)
+        query_start = torch.arange(len(ids) + 1, dtype=torch.int32, device=ids.device)
+        # The draft layer reads no other group.
+        groups = [GroupInputs(None, slots)] * local.group
+        groups.append(GroupInputs(pages, pad(slots, (0, padding), value=-1)))
         return SegmentInputs(
-            ids=ids,
-            positions=positions,
-            query_start=torch.arange(len(runs) + 1, dtype=torch.int32, device=runs.device),
+            ids=pad(ids, (0, padding)),
+            positions=pad(positions, (0, padding)),
+            query_start=query_start,
             context_lens=(positions + 1).int(),
             groups=tuple(groups),
             logit_rows=None,

@@ -75,7 +75,7 @@ class DeepSeekV4Model:
         self.numbers = self._numbers(cos_sin.device)
         self.layers = [read_layer(arch, i, packed, plain, self.tables) for i in range(arch.layers)]
         self.others = [
-            [read_layer(arch, i, *part, self.tables) for i in range(arch.layers)]
+            [read_layer(arch, i, *part, self.tables) for i in range(arch.layers + arch.mtp)]
             for part in parts[1:]
         ]
 

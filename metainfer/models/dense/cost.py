@@ -60,6 +60,10 @@ class Costs:
         return False
 
     @property
+    def draft_width(self) -> int:
+        return 0
+
+    @property
     def layer_launches(self) -> float:
         return 12
 

@@ -56,6 +56,10 @@ class Costs:
         return True
 
     @property
+    def draft_width(self) -> int:
+        return 0
+
+    @property
     def layer_launches(self) -> float:
         return 35
 
