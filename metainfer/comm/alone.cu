@@ -7,16 +7,17 @@
 enum { MI_STAYS, MI_PARTS, MI_IDS, MI_NOISY, MI_TIMES };
 
 // `form`: what `out` becomes. MI_PARTS: `world` times `rows` rows of `width` units of `unit` bytes,
-// those of peer p turned by p `turn` units. MI_IDS: `world` times `width` numbers of `unit` bytes,
-// those of peer p `experts` p / `world` further on, modulo `experts`. MI_NOISY: `width` elements of
-// `type`, with as many of `noise` added, which has `period` of them. MI_TIMES: int32, times `world`.
+// those of peer p turned by p `turn` units. MI_IDS: `world` times `rows` rows of `width` int32, the last
+// `numbers` of a row of peer p `experts` p / `world` further on, modulo `experts`. MI_NOISY: `width`
+// elements of `type`, with as many of `noise` added, which has `period` of them. MI_TIMES: `width`
+// int32, times `world`.
 //
 // `down` and `up`: bytes that go to pinned host memory and come from it, over and over through `room`
 // bytes of `host` and of `scratch`. A call lasts `ns` from its own beginning on, or from what `begun`
 // points to; with `mark` it leaves its beginning there and neither waits nor counts. `counts`: calls,
 // their ns, calls that took longer by what they do, by how many ns; `seen`: the same for the host.
 typedef struct {
-    mi_u64 given, out, noise, period, rows, width, turn, unit, type, form, world, experts;
+    mi_u64 given, out, noise, period, rows, width, turn, unit, type, form, world, experts, numbers;
     mi_u64 host, scratch, room, down, up, begun, mark, ns, ticket, counts, seen;
 } MiAlone;
 
@@ -41,12 +42,14 @@ template <typename Unit> MI_FN void parts(const MiAlone &call) {
     }
 }
 
-template <typename Id> MI_FN void ids(const MiAlone &call) {
-    const mi_u32 width = (mi_u32)call.width, experts = (mi_u32)call.experts;
-    MI_EACH(i, call.world * width) {
-        const mi_u32 peer = i / width;
-        const mi_u32 id = (mi_u32)((const Id *)call.given)[i - peer * width];
-        ((Id *)call.out)[i] = (Id)((id + peer * experts / (mi_u32)call.world) % experts);
+MI_FN void ids(const MiAlone &call) {
+    const mi_u32 width = (mi_u32)call.width, size = (mi_u32)call.rows * width;
+    const mi_u32 world = (mi_u32)call.world, experts = (mi_u32)call.experts;
+    MI_EACH(i, world * size) {
+        const mi_u32 peer = i / size, at = i - peer * size;
+        const mi_u32 x = ((const mi_u32 *)call.given)[at];
+        const bool moves = at % width >= width - (mi_u32)call.numbers;
+        ((mi_u32 *)call.out)[i] = moves ? (x + peer * experts / world) % experts : x;
     }
 }
 
@@ -80,10 +83,7 @@ MI_FN void stand_in(const MiAlone &call) {
         if (call.unit == 2) parts<mi_u16>(call);
         if (call.unit == 1) parts<mi_u8>(call);
     } else if (call.form == MI_IDS) {
-        if (call.unit == 8)
-            ids<mi_u64>(call);
-        else
-            ids<mi_u32>(call);
+        ids(call);
     } else if (call.form == MI_NOISY) {
         if (call.type == MI_BF16) noisy<MI_BF16>(call);
         if (call.type == MI_F16) noisy<MI_F16>(call);

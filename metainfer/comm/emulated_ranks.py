@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from metainfer.comm.plan import AUTO, CommPlan
 from metainfer.comm.plan_offers import COPY, CUDA_BACKENDS, cuda_abilities, offers
 from metainfer.comm.request import Op, Precision
 from metainfer.comm.rooms import SLOT_BYTES, host_slot_bytes
-from metainfer.comm.side import Done, Pending, Turns
+from metainfer.comm.side import Pending, Turns
 from metainfer.comm.topology import Topology
 
 
@@ -59,9 +57,7 @@ class EmulatedRanks:
             if members not in self._comms:
                 group = tree.group(len(members), place.layout.ranks)
                 self._comms[members] = _communicator(wait, group, method, experts)
-            found[role] = StandIn(
-                experts,
-                device,
+            found[role] = _Lone(
                 0,
                 len(members),
                 self._comms[members],
@@ -84,24 +80,11 @@ class EmulatedRanks:
         return {path: count / sum(calls.values()) for path, count in sorted(calls.items())}
 
 
-class StandIn(Linked):
-    """As `Linked`, alone. Routes of peers are this rank's own, with numbers of experts ``p / N`` of
-    all of them further on for peer p, so that its own experts get just the mean load."""
-
-    def __init__(self, experts: int, device: torch.device, *group: Any, **options: Any) -> None:
-        super().__init__(*group, **options)
-        self._experts = experts
-        peers = torch.arange(self.size, dtype=torch.int32, device=device)
-        self._ahead = (peers * experts // self.size).view(-1, 1, 1)
+class _Lone(Linked):
+    """As `Linked`; the stand-in is told which columns are numbers of experts."""
 
     def start_rows(self, x: Tensor, numbers: int = 0) -> Pending[Tensor]:
-        if not numbers:
-            return super().start_rows(x)
-        sent = super().start_rows(x.contiguous().view(torch.uint8))  # bytes come as they are
-        found = sent.wait().view(x.dtype)
-        ids = found.view(self.size, *x.shape)[..., -numbers:]
-        ids.add_(self._ahead).remainder_(self._experts)
-        return Done(found)
+        return self._side.fork(self._rows(x, numbers=numbers))
 
 
 def traffic(plan: CommPlan) -> tuple[int, int]:

@@ -147,11 +147,13 @@ class Linked:
         x, out = x.contiguous(), x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         return lambda: self._run(Op.REDUCE_SCATTER, x.numel(), x, out)
 
-    def _rows(self, x: Tensor) -> Callable[[], Tensor]:
+    def _rows(self, x: Tensor, **extras: int) -> Callable[[], Tensor]:
         x, out = x.contiguous(), x.new_empty(x.shape[0] * self.size, *x.shape[1:])
-        return lambda: self._run(Op.ALL_GATHER, out.numel(), x, out)
+        return lambda: self._run(Op.ALL_GATHER, out.numel(), x, out, **extras)
 
-    def _run(self, op: Op, count: int, given: Tensor, out: Tensor, root: int = 0) -> Tensor:
+    def _run(
+        self, op: Op, count: int, given: Tensor, out: Tensor, root: int = 0, **extras: int
+    ) -> Tensor:
         dtype = str(given.dtype).removeprefix("torch.")
         request = Request(
             op=op,
@@ -162,7 +164,7 @@ class Linked:
             precision=self._precision,
             captured=self._capturing(),
         )
-        self.comm.run(request, given, out)
+        self.comm.run(request, given, out, **extras)
         return out
 
 

@@ -19,9 +19,6 @@ def decide(graphs: Sequence[StepGraph], cards: Cards, ledger: DecisionLedger) ->
     if cards.draft.method != OFF:
         text = "a step that verifies drafts starts where the one ahead of it turns out to end"
         against.append(Reason("draft", text))
-    if cards.emulated is not None:
-        text = "the host waits for peers that are a stand-in"
-        against.append(Reason("emulated", text))
     wished = cards.intent.overlap
     on = wished and not against
     why = "the host plans and reads beside the device" if on else "each step is read at once"

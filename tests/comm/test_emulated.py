@@ -65,13 +65,18 @@ def alone(experts: int = 0) -> EmulatedComm:
 
 
 def run(
-    op: Op, given: torch.Tensor, world: int, out: torch.Tensor | None = None, experts: int = 0
+    op: Op,
+    given: torch.Tensor,
+    world: int,
+    out: torch.Tensor | None = None,
+    experts: int = 0,
+    numbers: int = 0,
 ) -> torch.Tensor:
     count = given.numel() * (world if op is Op.ALL_GATHER else 1)
     dtype = str(given.dtype).removeprefix("torch.")
     request = Request(op=op, count=count, dtype=dtype, world=world)
     method = "one_shot" if op is Op.ALL_REDUCE else "direct"
-    return alone(experts).run(plan_of(request, method), given, out)
+    return alone(experts).run(plan_of(request, method), given, out, numbers=numbers)
 
 
 def test_time_passes_up_to_the_prediction_and_no_further() -> None:
@@ -134,14 +139,15 @@ def test_this_rank_s_experts_get_just_the_mean_load(
     drawn = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(experts, generator=drawn)[:top] for _ in range(tokens)] or
                       [torch.zeros(0, dtype=torch.int64)]).view(tokens, top)  # fmt: skip
-    for kind in (torch.int64, torch.int32):
-        found = run(Op.ALL_GATHER, ids.to(kind), world, experts=experts)
-        parts = found.view(world, tokens, top)
-        assert torch.equal(parts[0], ids.to(kind))
-        assert bool(((parts >= 0) & (parts < experts)).all())
-        assert int((parts < share).sum()) == tokens * top  # of world * tokens * top over world
-        for row in parts.reshape(-1, top).tolist():
-            assert len(set(row)) == top
+    found = run(Op.ALL_GATHER, ids.int(), world, experts=experts, numbers=top)
+    parts = found.view(world, tokens, top)
+    assert torch.equal(parts[0], ids.int())
+    assert bool(((parts >= 0) & (parts < experts)).all())
+    assert int((parts < share).sum()) == tokens * top  # of world * tokens * top over world
+    for row in parts.reshape(-1, top).tolist():
+        assert len(set(row)) == top
+    words = run(Op.ALL_GATHER, ids, world, experts=experts)  # tokens, say: nobody's experts
+    assert torch.equal(words.view(world, tokens, top), ids.expand(world, tokens, top))
 
 
 @given(world=st.sampled_from([2, 4]), tokens=st.integers(0, 4), seed=st.integers(0, 99))

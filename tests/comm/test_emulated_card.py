@@ -197,15 +197,19 @@ def test_the_kernel_stands_in_as_torch_does(kernel: Run, data: st.DataObject) ->
         name = str(kind).removeprefix("torch.")
         request = Request(op=op, count=size, dtype=name, world=world)
         method = "one_shot" if op is Op.ALL_REDUCE else "direct"
-        shaped = x.view(rows, width) if op is Op.ALL_GATHER else x
-        comm.run(plan_of(request, method), shaped, out)
+        shaped, numbers = x, 0
+        if op is Op.ALL_GATHER:
+            shaped = x.view(rows, width)
+            numbers = data.draw(st.integers(0, width)) if kind is torch.int32 else 0
+        comm.run(plan_of(request, method), shaped, out, numbers=numbers)
 
 
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-def test_ids_go_on_and_come_round(kernel: Run, device: Device, kind: torch.dtype) -> None:
-    ids, out = torch.tensor([0, 5, 23], dtype=kind), torch.full((9,), 77, dtype=kind)
-    device.carry(StandIn(Form.IDS, ids, out, 3, width=3, experts=24), Price(0.0))
-    assert out.tolist() == [0, 5, 23, 8, 13, 7, 16, 21, 15]
+def test_numbers_go_on_and_come_round_beside_what_stays(device: Device) -> None:
+    x, out = torch.tensor([[99, 0, 5], [-1, 23, 9]]).int(), torch.full((18,), 77).int()
+    device.carry(StandIn(Form.IDS, x, out, 3, 2, 3, experts=24, numbers=2), Price(0.0))
+    assert out.view(3, 2, 3).tolist() == [
+        [[99, 0, 5], [-1, 23, 9]], [[99, 8, 13], [-1, 7, 17]], [[99, 16, 21], [-1, 15, 1]],
+    ]  # fmt: skip
 
 
 def test_rows_that_are_whole_packs_go_as_packs(device: Device) -> None:

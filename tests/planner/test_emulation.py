@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from metainfer.core.errors import UsageError
 from metainfer.core.intent import Intent
+from metainfer.core.ledger import DecisionLedger
+from metainfer.core.plan import StepGraph
 from metainfer.engine.elsewhere import describe
 from metainfer.engine.machine import Machine, open_machine
+from metainfer.planner import overlap
 from metainfer.planner.emulation import emulation_of
 from metainfer.planner.opening import OpenedModel, open_model
 from metainfer.planner.resolve import Resolved
@@ -139,6 +144,18 @@ def test_what_cannot_be_emulated_is_refused(
     with pytest.raises(UserError, match=cause) as caught:
         emulation_of(Intent(model="m", **wish))  # type: ignore[arg-type]
     assert remedy in caught.value.remedy
+
+
+def test_a_rank_alone_launches_steps_ahead_as_ranks_do() -> None:
+    """What its peers take is waited for on the device; the host goes on."""
+    emulation = emulation_of(Intent(model="m", rank_of=8, of_machine=NAMED))
+    for emulated in (emulation, None):
+        cards: Any = SimpleNamespace(
+            draft=SimpleNamespace(method="off"), emulated=emulated, intent=Intent(model="m")
+        )
+        graph = StepGraph(phase="decode", tokens=8, runs=8)
+        assert overlap.decide((graph,), cards, DecisionLedger())
+        assert not overlap.decide((), cards, DecisionLedger())
 
 
 def test_a_machine_elsewhere_runs_no_rank(models: dict[str, OpenedModel]) -> None:

@@ -5,9 +5,8 @@ What peers bring, so that a step stays of its usual kind (no answer of it means 
 * to a sum: one fixed sample of noise, `NOISE_STD` wide, the same for every message; to counts: what
   this rank counted;
 * to rows or columns of numbers: this rank's own, turned by ``p / N`` of a row for peer p;
-* to rows of bytes: this rank's own;
-* to rows of expert ids: this rank's own, ``p / N`` of the experts further on, so that its own
-  experts get just the mean load.
+* to other rows: this rank's own, numbers of experts among them ``p / N`` of the experts further
+  on, so that its own experts get just the mean load.
 
 How long: as long as the plan's backend is predicted to need on the machine that is named, from the
 call's beginning on. A device (`emulated_card.py`) also moves the bytes that this rank would send
@@ -41,7 +40,7 @@ class Form(IntEnum):
 
     STAYS = 0  # what it is
     PARTS = 1  # this rank's rows for every rank, each turned further than the one before
-    IDS = 2  # this rank's ids for every rank, each further on
+    IDS = 2  # this rank's rows for every rank, numbers of experts in them further on
     NOISY = 3  # this rank's elements with noise
     TIMES = 4  # this rank's counts times the ranks
 
@@ -49,7 +48,8 @@ class Form(IntEnum):
 @dataclass(frozen=True, slots=True)
 class StandIn:
     """One call's result: `out` of `given`. `world` parts of `rows` [rows, width]; a part is turned
-    by `turn` elements more than the one before, ids are ``experts / world`` further on."""
+    by `turn` elements more than the one before, or its last `numbers` columns, int32, are
+    ``experts / world`` further on."""
 
     form: Form
     given: Tensor
@@ -59,6 +59,7 @@ class StandIn:
     width: int = 0
     turn: int = 0
     experts: int = 0
+    numbers: int = 0
     noise: Tensor | None = None
 
     def fill(self) -> None:
@@ -66,9 +67,11 @@ class StandIn:
         if self.form is Form.PARTS:
             self._turned()
         elif self.form is Form.IDS:
-            ahead = torch.arange(self.world, dtype=self.given.dtype) * self.experts // self.world
-            parts = self.given.view(1, -1) + ahead.view(-1, 1)
-            self.out.view(self.world, -1).copy_(parts.remainder_(self.experts))
+            parts = self.out.view(self.world, self.rows, self.width)
+            parts.copy_(self.given.view(1, self.rows, self.width))
+            ahead = torch.arange(self.world, dtype=torch.int32) * self.experts // self.world
+            moved = parts[..., self.width - self.numbers :]
+            moved.add_(ahead.view(-1, 1, 1)).remainder_(self.experts)
         elif self.form is Form.NOISY:
             assert self.noise is not None
             for begin in range(0, self.width, NOISE):
@@ -135,23 +138,26 @@ class EmulatedComm:
         self._prices: dict[Request, Price] = {}
         self._noise: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def run(self, plan: CommPlan, given: Tensor, out: Tensor | None = None) -> Tensor:
-        """This rank's result with the stand-in for its peers, no sooner than predicted."""
+    def run(
+        self, plan: CommPlan, given: Tensor, out: Tensor | None = None, *, numbers: int = 0
+    ) -> Tensor:
+        """This rank's result with the stand-in for its peers, no sooner than predicted. Of rows
+        that are gathered the last `numbers` columns, int32, are numbers of experts."""
         request = plan.request
         out = checked(request, 0, given, out, given.device.type)
         price = self._prices.get(request)
         if price is None:
             price = self._prices[request] = self._price(plan)
-        self._wait.carry(self._stand_in(request, given, out), price)
+        self._wait.carry(self._stand_in(request, given, out, numbers), price)
         return out
 
     def close(self) -> None:
         self._noise.clear()
 
-    def _stand_in(self, request: Request, given: Tensor, out: Tensor) -> StandIn:
+    def _stand_in(self, request: Request, given: Tensor, out: Tensor, numbers: int) -> StandIn:
         world, flat = request.world, given.view(-1)
         if request.op is Op.ALL_GATHER:
-            return self._gathered(given, out, world)
+            return self._gathered(given, out, world, numbers)
         if request.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
             begin, end = 0, request.count
             if request.op is Op.REDUCE_SCATTER:
@@ -165,18 +171,17 @@ class EmulatedComm:
             return StandIn(Form.STAYS, flat, out.view(-1))
         return StandIn(Form.PARTS, flat, out.view(-1), width=flat.numel())
 
-    def _gathered(self, given: Tensor, out: Tensor, world: int) -> StandIn:
+    def _gathered(self, given: Tensor, out: Tensor, world: int, numbers: int) -> StandIn:
         """`out` [world, *given.shape]: this rank's part first."""
         if out.numel() != world * given.numel():
             raise InternalError("a rank alone gathers equal parts only")
-        size = given.numel()
-        if given.is_floating_point():
-            width = given.shape[-1]
-            rows = size // width if width else 0
-            return StandIn(Form.PARTS, given, out, world, rows, width, width // world)
-        ids = self._experts and given.dtype != torch.uint8
-        form = Form.IDS if ids else Form.PARTS
-        return StandIn(form, given, out, world, width=size, experts=self._experts)
+        width = given.shape[-1]
+        rows = given.numel() // width if width else 0
+        if numbers:
+            experts = self._experts
+            return StandIn(Form.IDS, given, out, world, rows, width, 0, experts, numbers)
+        turn = width // world if given.is_floating_point() else 0
+        return StandIn(Form.PARTS, given, out, world, rows, width, turn)
 
     def _noise_like(self, given: Tensor) -> Tensor:
         key = (given.dtype, given.device)

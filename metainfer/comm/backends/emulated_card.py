@@ -38,8 +38,8 @@ class Alone(ctypes.Structure):
         (name, ctypes.c_uint64)
         for name in (
             *("given", "out", "noise", "period", "rows", "width", "turn", "unit", "type", "form"),
-            *("world", "experts", "host", "scratch", "room", "down", "up", "begun", "mark", "ns"),
-            *("ticket", "counts", "seen"),
+            *("world", "experts", "numbers", "host", "scratch", "room", "down", "up"),
+            *("begun", "mark", "ns", "ticket", "counts", "seen"),
         )
     )
 
@@ -99,7 +99,8 @@ class DeviceWait:
         if call is None:
             return found
         found.form, found.given, found.out = call.form, call.given.data_ptr(), call.out.data_ptr()
-        found.world, found.rows, found.experts = call.world, call.rows, call.experts
+        found.world, found.rows = call.world, call.rows
+        found.experts, found.numbers = call.experts, call.numbers
         size, found.width, found.turn = call.given.element_size(), call.width, call.turn
         found.unit = size
         if call.form is Form.PARTS:  # whole packs where rows, turns and addresses are
