@@ -1,9 +1,8 @@
 """Where computing beside something else was measured to gain: the shipped ``gains.json``.
 
 A row belongs to a family of models and a capability: cards of one capability run the same kernels,
-and the plan names the card that was measured. The shared expert's tells ranks that meet from one
-alone; halves and pieces are of one layout over cards without peer access, by collectives of ours.
-Elsewhere all stay off until somebody asks for them.
+and the plan names the card that was measured. It is of one rank alone, or of one layout over cards
+without peer access, by collectives of ours. Elsewhere all stay off until somebody asks for them.
 """
 
 from __future__ import annotations
@@ -14,13 +13,17 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from metainfer.comm.plan import AUTO
+from metainfer.comm.topology import from_facts
 from metainfer.core.intent import Intent
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
 from metainfer.models.arch import Arch
 from metainfer.planner.layouts import talks
+from metainfer.platform.facts import CPU, Facts
 
 SHARED, HALVES, PIECES = "shared_beside", "halves", "sum_pieces"
+ALONE = "alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,7 @@ class Gain:
 
 @cache
 def shipped(what: str) -> tuple[Gain, ...]:
-    """Rows of one of the three; `Gain.ranks` is ``meet``, ``alone`` or a layout."""
+    """Rows of one of the three; `Gain.ranks` is ``alone`` or a layout."""
     body = json.loads(resources.files("metainfer.planner").joinpath("gains.json").read_text())
     return tuple(
         Gain(
@@ -63,15 +66,21 @@ def shipped(what: str) -> tuple[Gain, ...]:
 
 
 def gain_of(
-    what: str, family: str, capability: tuple[int, int] | None, layout: LayoutPlan
+    what: str, family: str, intent: Intent, facts: Facts, layout: LayoutPlan
 ) -> Gain | None:
-    """What was measured of such a card under such a layout; None: nothing."""
-    apart = "meet" if talks(layout) else "alone"
-    ranks = apart if what == SHARED else layout.name
+    """What was measured on such cards under such a layout; None: nothing. Ranks that meet were
+    measured over collectives of ours that go through host memory."""
+    ranks = layout.name if talks(layout) else ALONE
     for row in shipped(what):
-        if (row.family, row.capability, row.ranks) == (family, capability, ranks):
-            return row
+        if (row.family, row.capability, row.ranks) == (family, facts.device.capability, ranks):
+            return row if ranks == ALONE or _through_host(intent, facts) else None
     return None
+
+
+def _through_host(intent: Intent, facts: Facts) -> bool:
+    asked = (intent.collectives or AUTO).partition(":")[0]
+    cpu = facts.device.kind == CPU
+    return asked == "host" or (asked == AUTO and not cpu and from_facts(facts).peer is False)
 
 
 def against_beside(arch: Arch, layout: LayoutPlan) -> list[Reason]:
@@ -85,12 +94,10 @@ def against_beside(arch: Arch, layout: LayoutPlan) -> list[Reason]:
     return against
 
 
-def rows_beside(
-    intent: Intent, arch: Arch, capability: tuple[int, int] | None, layout: LayoutPlan
-) -> int:
+def rows_beside(intent: Intent, arch: Arch, facts: Facts, layout: LayoutPlan) -> int:
     """Steps of at most so many tokens compute the shared expert beside: as asked for, else as
     measured where nothing stands against it."""
     if intent.shared_beside is not None:
         return intent.shared_beside
-    found = gain_of(SHARED, arch.family, capability, layout)
+    found = gain_of(SHARED, arch.family, intent, facts, layout)
     return 0 if found is None or against_beside(arch, layout) else found.tokens

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from metainfer.comm.plan import AUTO
-from metainfer.comm.topology import from_facts
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
@@ -26,7 +24,6 @@ from metainfer.planner.gains import (
     rows_beside,
 )
 from metainfer.planner.ranks import Cards
-from metainfer.platform.facts import CPU
 
 STREAMS = ("cuda",)
 """Kinds of device with a stream beside the current one."""
@@ -49,7 +46,7 @@ def halves(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
         against.append(Reason("alone", "no rank waits for another inside a chunk but for entries"))
     if cards.draft.method == MODEL:
         against.append(Reason("draft", "a model that drafts reads every row of a chunk"))
-    gain = _of_chunks(HALVES, layout, cards)
+    gain = gain_of(HALVES, cards.arch.family, cards.intent, cards.facts, layout)
     return _decide(HALVES, _least(HALVES, gain, cards), against, cards, ledger, gain)
 
 
@@ -73,7 +70,7 @@ def sum_pieces(layout: LayoutPlan, cards: Cards, halves: int, ledger: DecisionLe
     if cards.arch.adapters is not None:
         text = "rows of adapters are told by the whole segment"
         against.append(Reason("not-built", text))
-    gain = _of_chunks(PIECES, layout, cards)
+    gain = gain_of(PIECES, cards.arch.family, cards.intent, cards.facts, layout)
     least = _least(PIECES, gain, cards)
     if 0 < halves <= least:
         text = f"halves take turns from {halves:,} tokens on: one computes beside the other's sums"
@@ -92,15 +89,6 @@ def _against_started(layout: LayoutPlan, cards: Cards) -> list[Reason]:
     return against
 
 
-def _of_chunks(key: str, layout: LayoutPlan, cards: Cards) -> Gain | None:
-    """What was measured of chunks: over collectives of ours that go through host memory."""
-    asked = (cards.intent.collectives or AUTO).partition(":")[0]
-    cpu = cards.facts.device.kind == CPU
-    here = asked == "host" or (asked == AUTO and not cpu and from_facts(cards.facts).peer is False)
-    family, capability = cards.arch.family, cards.facts.device.capability
-    return gain_of(key, family, capability, layout) if here else None
-
-
 def _least(key: str, gain: Gain | None, cards: Cards) -> int:
     """Chunks of at least so many tokens do it, if they can: as asked for, else as measured."""
     asked: int | None = getattr(cards.intent, key)
@@ -115,9 +103,9 @@ def shared_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> i
         RefusedError: it was asked for, and cannot.
         UsageError: a negative number was.
     """
-    intent, arch, capability = cards.intent, cards.arch, cards.facts.device.capability
-    gain = gain_of(SHARED, arch.family, capability, layout)
-    rows = rows_beside(intent, arch, capability, layout)
+    intent, arch, facts = cards.intent, cards.arch, cards.facts
+    gain = gain_of(SHARED, arch.family, intent, facts, layout)
+    rows = rows_beside(intent, arch, facts, layout)
     return _decide(SHARED, rows, against_beside(arch, layout), cards, ledger, gain)
 
 

@@ -368,8 +368,7 @@ class Cards:
         """What captured steps take, if every op can be captured; where that was measured of these
         very steps, with what libraries keep."""
         shapes, context = self._wanted(layout, running, choices), self.limits.max_context
-        capability = self.facts.device.capability
-        side = rows_beside(self.intent, self.arch, capability, layout)
+        side = rows_beside(self.intent, self.arch, self.facts, layout)
         known = None if needs is None else needs.standing(graphs.key(shapes, context, side))
         if known is not None:
             item = f"{graphs.STANDING} {MEASURED}"

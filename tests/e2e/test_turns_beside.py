@@ -219,8 +219,8 @@ def test_each_product_of_a_chunk_computes_beside_its_own_sums(
     engine, params = engines[name], SamplingParams(temperature=0.0, max_tokens=3)
     with in_turns(engine, rng, 0, pieces=10) as (peer, _):
         ask(engine, [[5] * 23], [params])
-    sums = len(peer.rows_of) // 6  # as many as of a decode, of which there are two
-    assert peer.rows_of == [6, 6, 6, 5] * sums + [1] * (2 * sums) and peer.beside == 3 * sums
+    sums = len(peer.rows_of) // 4  # as many as of a decode, of which there are two
+    assert peer.rows_of == [12, 11] * sums + [1] * (2 * sums) and peer.beside == sums
     with in_turns(engine, rng, 0, pieces=10) as (peer, _):
         ask(engine, [[5] * 9], [params])
     assert peer.rows_of == [9] * sums + [1] * (2 * sums) and peer.beside == 0

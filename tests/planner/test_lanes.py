@@ -131,17 +131,22 @@ def test_it_is_on_where_a_gain_was_measured_and_the_plan_names_the_record() -> N
     (told,) = (each for each in found.plan.decisions if each.key == "shared_beside")
     assert "2026-11-30-h200-overlap" in told.why and "1.024 at 32" in told.why
     assert said_of("2x-h200-nop2p", parallel="2x") == (32, Origin.RECORD, [])  # one beside another
+    meeting = planned(V4, "2x-h200-nop2p", context=8192, parallel="tp2")
+    assert said(meeting, "shared_beside") == (32, Origin.RECORD, [])
+    (told,) = (each for each in meeting.plan.decisions if each.key == "shared_beside")
+    assert "2026-11-30-2xh200-overlap-tp2" in told.why and "1.042 at 1" in told.why
 
 
 @pytest.mark.parametrize(
     ("machine", "wish"),
     [
-        ("2x-h200-nop2p", {"parallel": "tp2"}),
+        ("2x-h200-nop2p", {"parallel": "tp2ep2"}),
+        ("2x-h200-nop2p", {"parallel": "tp2", "collectives": "nccl"}),
         ("1x-h200", {"parallel": "tp2", "one_card": True}),
         ("2x-rtx-pro-6000", {"parallel": "single"}),
     ],
 )
-def test_other_cards_and_ranks_that_meet_stay_off(machine: str, wish: dict[str, Any]) -> None:
+def test_other_cards_layouts_and_collectives_stay_off(machine: str, wish: dict[str, Any]) -> None:
     assert said_of(machine, **wish) == (0, Origin.SEED, ["unmeasured"])
 
 
@@ -163,7 +168,8 @@ def test_a_gain_does_not_beat_what_stands_against_it(monkeypatch: pytest.MonkeyP
     found = planned.__wrapped__(DENSE, "1x-h200", context=8192)  # never one from before
     assert said(found, "shared_beside")[:2] == (0, Origin.DERIVED)
     arch, layout = found.arch, found.plan.layouts[0]
-    assert gains.rows_beside(Intent(model=DENSE), arch, (9, 0), layout) == 0
+    facts = describe("1x-h200").facts
+    assert gains.rows_beside(Intent(model=DENSE), arch, facts, layout) == 0
 
 
 CHUNKS = [(gains.HALVES, "turns"), (gains.PIECES, f"pieces {PIECES}")]
@@ -268,9 +274,9 @@ def test_turns_where_cards_write_into_each_other_stay_off(
     halved: gains.Gain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = no_peer(2)
-    monkeypatch.setattr(lanes, "from_facts", lambda facts: replace(tree, peer=True))
+    monkeypatch.setattr(gains, "from_facts", lambda facts: replace(tree, peer=True))
     assert said_of_halves("2x-h200-nop2p", parallel="tp2")[0] == 0
-    monkeypatch.setattr(lanes, "from_facts", lambda facts: replace(tree, peer=None))
+    monkeypatch.setattr(gains, "from_facts", lambda facts: replace(tree, peer=None))
     assert said_of_halves("2x-h200-nop2p", parallel="tp2")[0] == 0
 
 
