@@ -27,10 +27,15 @@ class Variant:
         return cubin.Source("comm", FOLDER / "kernels.cu", HEADERS, defines)
 
 
-ALONE = cubin.Source("comm-alone", FOLDER / "alone.cu", HEADERS)
-"""One rank alone on a card, whatever its group."""
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One rank alone on a card, whatever its group."""
+
+    @property
+    def source(self) -> cubin.Source:
+        return cubin.Source("comm-alone", FOLDER / "alone.cu", HEADERS)
 
 
-def build(variant: Variant, arch: str) -> tuple[bytes | None, Verdict, str]:
+def build(variant: Variant | Alone, arch: str) -> tuple[bytes | None, Verdict, str]:
     """As `cubin.build`."""
     return cubin.build(variant.source, arch)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_cuda
@@ -125,7 +126,8 @@ class Device:
             return start
 
         monkeypatch.setattr(emulated_card, "torch", self.torch)
-        monkeypatch.setattr(emulated_card, "_kernel", lambda index: launch)
+        loaded = SimpleNamespace(function={"mi_alone": launch}.__getitem__)
+        monkeypatch.setattr(emulated_card, "module", lambda kernels, index: loaded)
         monkeypatch.setattr(driver, "copy_down", copy("down"))
         monkeypatch.setattr(driver, "copy_up", copy("up"))
         monkeypatch.setattr(emulated_card, "ROOM", 4096)
@@ -272,6 +274,6 @@ def test_it_compiles_without_spills(
 ) -> None:
     monkeypatch.setenv("METAINFER_CACHE", str(tmp_path))
     assert cache_dir() == tmp_path
-    built, verdict, log = cubin.build(loader.ALONE, arch)
+    built, verdict, log = loader.build(loader.Alone(), arch)
     assert verdict.accepted and built is not None, log
     assert " 0 bytes spill stores, 0 bytes spill loads" in log and "warning" not in log

@@ -25,7 +25,7 @@ from metainfer.comm.backends.shm_cpu import ShmComm
 from metainfer.comm.backends.slabs import gather_bytes
 from metainfer.comm.errors import CommError
 from metainfer.comm.layout import Code, ErrorRecord, Kind
-from metainfer.comm.loader import Variant
+from metainfer.comm.loader import Alone, Variant
 from metainfer.comm.pieces import Piece, Slots, element_type
 from metainfer.comm.plan import CommPlan
 from metainfer.comm.request import Request
@@ -39,10 +39,10 @@ GRIDS = ((2 << 20, 16, 4), (1 << 20, 8, 2), (256 << 10, 16, 2))
 """Of calls through host memory: from how many bytes on, stripes, and groups of them that push in
 turn. The fastest of two H200 without peer access (record 2026-11-30-2xh200-streams-second)."""
 _STATE_BYTES = 4096
-_modules: dict[tuple[Variant, str], driver.Module] = {}
+_modules: dict[tuple[Variant | Alone, str], driver.Module] = {}
 
 
-def module(variant: Variant, device: int) -> driver.Module:
+def module(variant: Variant | Alone, device: int) -> driver.Module:
     """The loaded kernels of a variant, compiled if they are not in the cache.
 
     Raises:

@@ -14,11 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-from metainfer.comm import driver, layout
-from metainfer.comm.backends.cuda import BLOCK_BYTES, MAX_THREADS
+from metainfer.comm import driver, layout, loader
+from metainfer.comm.backends.cuda import BLOCK_BYTES, MAX_THREADS, module
 from metainfer.comm.backends.emulated import Form, Price, StandIn, Waited
-from metainfer.comm.loader import ALONE
-from metainfer.kernels import cubin
 
 ROOM = 32 << 20
 """Bytes of host memory that messages go through, over and over."""
@@ -56,7 +54,7 @@ class DeviceWait:
         self._host = torch.zeros(ROOM, dtype=torch.uint8).pin_memory()
         self._words = torch.zeros(8, dtype=torch.int64, device=f"cuda:{index}")
         self._seen = torch.zeros(4, dtype=torch.int64).pin_memory()
-        self._alone = _kernel(index)
+        self._alone = module(loader.Alone(), index).function("mi_alone")
         self._down, self._up = (
             torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -151,19 +149,6 @@ class DeviceWait:
             side.synchronize()
         took_us = float(begin.elapsed_time(end)) * 1e3 / CALLS
         return max(0.0, took_us - TIMED_NS / 1e3)
-
-
-def _kernel(index: int) -> driver.Function:
-    """``alone.cu``, loaded.
-
-    Raises:
-        CudaError: it does not compile or load here.
-    """
-    major, minor = torch.cuda.get_device_capability(index)
-    built, verdict, _ = cubin.build(ALONE, f"sm_{major}{minor}")
-    if built is None:
-        raise driver.CudaError(verdict.reasons[0].message, "Install the CUDA compiler.")
-    return driver.Module(built).function("mi_alone")
 
 
 def _bytes(tensor: Tensor) -> int:
