@@ -26,7 +26,12 @@ def canonical_sum(parts: Sequence[Tensor]) -> Tensor:
         for part in parts[1:]:
             total += part.to(wide)
         result = total.to(kind)
-    return result.masked_fill_(result.isnan(), float("nan")) if kind.is_floating_point else result
+    return _settled(result) if kind.is_floating_point else result
+
+
+def _settled(found: Tensor) -> Tensor:
+    """`found` with every NaN as the one of its type: processors keep different payloads."""
+    return found.masked_fill_(found.isnan(), float("nan"))
 
 
 def canonical_add_rmsnorm(
@@ -39,7 +44,7 @@ def canonical_add_rmsnorm(
     """
     rows, hidden = y.shape
     wide = torch.float64 if y.dtype == torch.float64 else torch.float32
-    total = (y.to(wide) + residual.to(wide)).to(y.dtype)
+    total = _settled((y.to(wide) + residual.to(wide)).to(y.dtype))
     width = LANES * GROUP
     padded = torch.zeros(rows, -(-hidden // width) * width, dtype=wide)
     padded[:, :hidden] = total.to(wide).square()
@@ -55,4 +60,4 @@ def canonical_add_rmsnorm(
     shifted = mean + torch.tensor(eps, dtype=torch.float32).to(wide)
     # NumPy's root is correctly rounded; torch's vector one of float32 is not, in one of five.
     scale = 1 / torch.from_numpy(np.sqrt(shifted.numpy()))
-    return (total.to(wide) * scale * weight.to(wide)).to(y.dtype), total
+    return _settled((total.to(wide) * scale * weight.to(wide)).to(y.dtype)), total

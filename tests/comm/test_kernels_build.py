@@ -39,6 +39,12 @@ def test_t0_compiles_without_spills(variant: Variant, arch: str) -> None:
     assert again == built and said == "cached"
 
 
+def test_every_kind_of_call_has_its_kernel() -> None:
+    source = (loader.FOLDER / "kernels.cu").read_text()
+    named = re.findall(r"^KERNEL\((\w+), MI_(\w+)\)$", source, re.MULTILINE)
+    assert dict(named) == {name: kind.name for kind, name in layout.KERNELS.items()}
+
+
 def test_a_compiler_that_fails_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cubin, "find_nvcc", lambda: "/bin/false")
     built, verdict, _ = loader.build(Variant(2, BF16), "sm_90")

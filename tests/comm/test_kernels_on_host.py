@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ comp
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library, for any world and as it is built for four ranks."""
     target = tmp_path_factory.mktemp("kernels") / f"{request.param[-1]}.so"
-    fixed = ("-DMI_N=4",) if request.param == "N=4" else ()
+    fixed = () if request.param == "any" else (f"-DMI_{request.param}",)
     extra = ("-Wno-unknown-pragmas", "-Wno-psabi", "-march=native")
     subprocess.run(["g++", *FLAGS, *fixed, *extra, str(SOURCE), "-o", str(target)], check=True)
     return target
@@ -126,7 +126,7 @@ class EarlyGroup(KernelGroup):
 
 
 def worlds(built: Path) -> tuple[int, ...]:
-    return (4,) if built.stem == "4" else (2, 3)
+    return (int(built.stem),) if built.stem.isdigit() else (2, 3)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["pushed", "shared"])
@@ -165,6 +165,16 @@ def test_moving_bytes_of_any_alignment(built: Path, dtype: str, seed: int) -> No
 def test_epilogues_and_counts_to_the_bit(
     built: Path, rows: int, hidden: int, dtype: str, algorithm: str, seed: int
 ) -> None:
+    check_rows(built, rows, hidden, dtype, algorithm, seed)
+
+
+@pytest.mark.parametrize("built", ["N=2"], indirect=True)
+def test_rows_of_two_ranks_are_added_as_they_are_stored(built: Path, seed: int) -> None:
+    check_rows(built, 3, 4096, "bfloat16", "one_shot", seed)
+
+
+def check_rows(built: Path, rows: int, hidden: int, dtype: str, algorithm: str, seed: int) -> None:
+    """Sum, residual, norm and counts of every rank, special values among them."""
     world = worlds(built)[-1]
     generator = torch.Generator().manual_seed(seed)
     kind = getattr(torch, dtype)
@@ -174,6 +184,8 @@ def test_epilogues_and_counts_to_the_bit(
     )  # fmt: skip
     given = [torch.randn(rows, hidden, generator=generator).to(kind) for _ in range(world)]
     residual = torch.randn(rows, hidden, generator=generator).to(kind)
+    given[0][1, 0], given[1][1, 0] = float("inf"), -float("inf")  # their sum is no number,
+    residual[-1, 9] = float("nan")  # nor is this, in a row of its own where there are three
     weight = torch.randn(hidden, generator=generator).to(kind)
     counts = [torch.arange(5, dtype=torch.int32) * (rank + 1) for rank in range(world)]
     want, total = canonical_add_rmsnorm(canonical_sum(given), residual, weight, 1e-5)

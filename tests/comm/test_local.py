@@ -107,6 +107,18 @@ ALGORITHMS = [(Op.ALL_REDUCE, "one_shot"), (Op.ALL_REDUCE, "two_shot")] + [
 ]
 
 
+def test_two_of_bfloat16_need_one_rounding() -> None:
+    """Sums of two by one instruction: rounding to float32 before changes nothing (24 >= 2 * 8 + 2).
+    Every pair of significands, exponents up to 27 apart, either sign; float64 holds such sums."""
+    significands = torch.arange(128, 256, dtype=torch.float64)
+    a, b = significands.view(-1, 1, 1, 1), significands.view(1, -1, 1, 1)
+    scale = torch.tensor(2.0, dtype=torch.float64) ** -torch.arange(28).view(1, 1, -1, 1)
+    exact = a + b * scale * torch.tensor([1.0, -1.0], dtype=torch.float64)
+    step = torch.exp2(torch.frexp(exact).exponent.double() - 8)
+    once = (exact / step).round() * step  # halves to even
+    assert torch.equal(once.float(), exact.float().bfloat16().float())
+
+
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "pushed"])
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_every_op_is_exact_to_the_bit(world: int, shared: bool, seed: int, poison: None) -> None:
