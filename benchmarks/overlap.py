@@ -53,15 +53,15 @@ def started(args: argparse.Namespace) -> Engine:
         devices.RANK = "overlap_rank:TimedRank"
         paths = (sys.path[0], os.environ.get("PYTHONPATH", ""))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        over_ranks = {"parallel": args.parallel, "halves": NEVER}
+        over_ranks = {"parallel": args.parallel, "halves": NEVER if args.prefill else None}
         if args.platform != "cpu":
             over_ranks["collectives"] = args.collectives
     engine = Engine(
         Intent(
             model=args.model,
             platform=args.platform,
-            context=max(*args.prefill, 1024) + 64,
-            chunk_tokens=max(args.prefill),
+            context=max([*args.prefill, 1024]) + 64,
+            chunk_tokens=max(args.prefill, default=2048),
             concurrency=max(args.decode, default=1),
             prefix_cache=False,
             **over_ranks,

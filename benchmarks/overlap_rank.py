@@ -169,9 +169,9 @@ class Timer:
             cut = halves_of(segment) if arm in ("turns", "halves") else (segment,)
             with beside(arm):
                 found = parts.prompts.computed(cut, self._executor._slots, ops)
-            return torch.cat([normed for _, normed in found])
+            return torch.cat([parts.prompts.model.normed(each.hidden) for each in found])
 
-        if parts.prompts is not None:
+        if parts.prompts is not None and segment.phase is Phase.CHUNK:
             return shared
 
         @torch.inference_mode()
