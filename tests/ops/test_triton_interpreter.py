@@ -22,6 +22,7 @@ RUNS = [f"{op}/triton:{dtype}" for op in SMALL for dtype in ("float16", "float32
     "attn_paged/triton:float16",
     "attn_paged/triton-split:float32",
     "attn_paged_part/triton:float16",
+    "attn_weigh/triton:float32",
     "out_group/triton:float16",
 ]
 

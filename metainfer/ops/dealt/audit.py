@@ -43,6 +43,22 @@ def _log(hq: int, d: int, splits: int) -> Variant:
     )
 
 
+def _weigh(ranks: int, heads: int, d: int, turned: int) -> Variant:
+    """With what stands beside the parts where the tail is turned, as in DeepSeek-V4."""
+    args: dict[str, str | int | bool] = dict.fromkeys(("mixed", "logs", "near", "cos_sin"), "*fp32")
+    args |= {"positions": "*i64", "out": "*bf16", "tokens": "i32", "rank": "i32", "RANKS": ranks}
+    args |= {"LANES_R": 1 << (ranks - 1).bit_length(), "HEADS": heads, "D": d}
+    args |= {"LANES": 1 << (d - 1).bit_length(), "TURNED": turned, "BESIDE": turned > 0}
+    return Variant(
+        impl="attn_weigh/triton",
+        name=f"weigh-{ranks}x{heads}x{d}{'-turned' * (turned > 0)}",
+        kernel="metainfer.ops.dealt.triton_weigh:weigh_kernel",
+        args=args,
+        warps=4 if d > 256 else 1,
+        shape={"rows": 1, "hq": ranks * heads, "d": d, "rotated": turned, "shards": ranks},
+    )
+
+
 #: (heads of the ranks of a group, Hkv, D, a rank's part of a page)
 VARIANTS = (
     _part(4, 1, 128, 8, 16),
@@ -52,4 +68,7 @@ VARIANTS = (
     _log(8, 128, 16),
     _log(7, 64, 1),
     _log(32, 128, 64),
+    _weigh(2, 4, 128, 0),
+    _weigh(3, 2, 96, 0),
+    _weigh(8, 8, 512, 64),
 )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from metainfer.core.verdict import Verdict
-from metainfer.kernels.conditions import custom, one_of, shared_memory
+from metainfer.kernels.conditions import at_most, custom, one_of, shared_memory
 from metainfer.kernels.cost import elementwise, extent, roofline, width
 from metainfer.kernels.impl import Context
 from metainfer.ops.attn_paged.tiles import HEAD_DIMS, SPLIT, rows_for
@@ -133,6 +133,12 @@ IMPLS = (
         "dealt.ref:attn_paged_part",
         requires_layout=PAGES,
         cost=_paged(6, 400, 0.3),
+    ),
+    triton(
+        "attn_weigh",
+        "dealt.triton_weigh:attn_weigh",
+        conditions=(*TRITON, at_most("d", 1024)),
+        cost=elementwise(_weighed, part=0.7),
     ),
     portable(
         "attn_weigh",
