@@ -108,6 +108,7 @@ class Device:
         self.torch = fake_cuda.Torch()
         self.launched: list[Alone] = []
         self.copied: list[tuple[str, int, int, int]] = []
+        self.done: list[str] = []  # as streams come to it
 
         def launch(grid: int, block: int, stream: int, arguments: Sequence[Any]) -> None:
             call = Alone.from_buffer_copy(arguments[0])
@@ -115,6 +116,7 @@ class Device:
 
             def run() -> None:
                 assert kernel(ctypes.byref(call), 32, min(grid, 3)) == 0, "misaligned"
+                self.done.append("waited" if call.begun else "launched")
 
             fake_cuda.Stream.known[stream].do(run)
 
@@ -122,6 +124,7 @@ class Device:
             def start(target: int, source: int, size: int, stream: int) -> None:
                 self.copied.append((way, target, source, size))
                 fake_cuda.move(target, source, size, stream)
+                fake_cuda.Stream.known[stream].do(lambda: self.done.append(way))
 
             return start
 
@@ -195,7 +198,7 @@ def test_the_kernel_stands_in_as_torch_does(kernel: Run, data: st.DataObject) ->
             begin, end = shard(size, world, 0)
             held = end - begin
         inplace = op in (Op.ALL_REDUCE, Op.BROADCAST) and data.draw(st.booleans())
-        out = x if inplace else spoilt(held, kind, shift)
+        out = x if inplace else spoilt(held, kind, data.draw(st.sampled_from([0, 1])))
         name = str(kind).removeprefix("torch.")
         request = Request(op=op, count=size, dtype=name, world=world)
         method = "one_shot" if op is Op.ALL_REDUCE else "direct"
@@ -236,10 +239,38 @@ def test_a_call_s_launch_is_part_of_its_price(device: Device) -> None:
     assert device.launched[-1].ns == 0 and device.wait.seen().late == seen.late + 1
 
 
+def test_what_was_launched_to_be_timed_is_no_call(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(wait: DeviceWait) -> float:
+        wait._launch(wait._call(None, ns=7), 0)
+        device.torch.cuda.synchronize()
+        assert int(wait._seen[0]) == 1
+        return 2.5
+
+    monkeypatch.setattr(DeviceWait, "_timed_launch", timed)
+    wait = DeviceWait(0)
+    assert wait.seen() == emulated.Waited()
+    x = torch.zeros(4)
+    wait.carry(StandIn(Form.STAYS, x, x), Price(1000.0))
+    device.torch.cuda.synchronize()
+    assert device.launched[-1].ns == 997_500 and wait.seen().calls == 1
+
+
 def test_a_copied_call_goes_by_engines_and_ends_when_both_ways_are_done(device: Device) -> None:
     given = torch.arange(10_000, dtype=torch.int32).to(torch.uint8)
     call = StandIn(Form.STAYS, given, given)
+
+    def before() -> None:
+        time.sleep(0.05)
+        device.done.append("before")
+
+    main: Any = device.torch.cuda.current
+    main.do(before)
     device.carry(call, Price(1.0, down=10_000, up=5_000, copied=True))
+    # Behind what came before, and the last launch behind all copies; each takes a while here.
+    assert device.done[0] == "before" and device.done[-1] == "waited"
+    assert device.done.count("down") == 10 and device.done.count("up") == 5
     first, last = device.launched
     assert (first.mark, first.down, first.up) == (last.begun, 0, 0) and first.mark
     assert last.mark == last.form == last.down == last.up == 0
@@ -250,7 +281,6 @@ def test_a_copied_call_goes_by_engines_and_ends_when_both_ways_are_done(device: 
     for way, target, source, n in device.copied:
         assert way == "up" or (source == at and target % 1024 == device.copied[0][1] % 1024)
         at += n if way == "down" else 0
-    # Copies take a while on these threads: the last launch came behind all of them.
     host = device.wait._host
     assert torch.equal(host[: 10_000 % 4096], given[8192:])
     took = device.wait.seen()
