@@ -75,17 +75,25 @@ def test_a_user_s_bound_is_planned_and_priced(least: int) -> None:
 @pytest.mark.parametrize(
     ("machine", "layout", "reason"),
     [
-        (NO_PEERS, "tp2", "no rank sends its rows to experts"),
-        ("8x-a800-pcie", "dp8ep8", "moe_experts/triton-bf16 takes rows as they are"),
+        (NO_PEERS, LayoutPlan(name="tp2", tensor=2), "no rank sends its rows to experts"),
+        ("8x-a800-pcie", None, "moe_experts/triton-bf16 takes rows as they are"),
     ],
 )
-def test_a_bound_that_nothing_meets_is_an_error(machine: str, layout: str, reason: str) -> None:
+def test_a_bound_that_nothing_meets_is_an_error(
+    machine: str, layout: LayoutPlan | None, reason: str
+) -> None:
+    parallel = "ep2" if machine == NO_PEERS else "dp8ep8"
+    found, ledger = planned(V4, machine, context=8192, parallel=parallel), DecisionLedger()
+
+    def decide(least: int) -> int:
+        wish = Intent(model=V4, rounded_from=least)
+        return rounded_from(layout or found.plan.layouts[0], wish, found.selection, ledger)
+
     with pytest.raises(RefusedError, match=reason):
-        planned(V4, machine, context=8192, parallel=layout, rounded_from=64)
-    off = planned(V4, machine, context=8192, parallel=layout, rounded_from=0)
-    assert said(off, "rounded_from")[:2] == (0, Origin.FLAG)
+        decide(64)
     with pytest.raises(UsageError, match="--rounded-from is -1"):
-        planned(V4, machine, context=8192, parallel=layout, rounded_from=-1)
+        decide(-1)
+    assert decide(0) == 0 and ledger["rounded_from"].origin is Origin.FLAG
 
 
 def test_rows_are_priced_as_they_are_sent() -> None:
