@@ -47,7 +47,10 @@ class Wire:
             (gathered, links.copied_gather),
             (scattered, links.copied_scatter),
         ):
-            by_kernels = links.direct(self.tree, int(share * size), through_host=True)
+            parted = copied is links.copied_scatter
+            by_kernels = links.direct(
+                self.tree, int(share * size), through_host=True, parted=parted
+            )
             by_copies = copied(self.tree, int(share * size), links.SEEDS)
             total += min(by_kernels, by_copies) if copies else by_kernels
         return total

@@ -6,8 +6,9 @@ Without ``--software`` the card multiplies block-scaled elements itself (capabil
 a card of 8.9 or 9.0 stands in: 1 does the instruction in words, 2 by the FP8 product, whose
 registers hold elements in the same places. Then copies, places, scales, epilogues and calls are
 proven, the instruction is not, and no time is taken. Rows: shapes, judged by the norm of the error
-beside that of the published code's arithmetic on the same inputs, then the op's cases. Writes
-``experts_native.json`` after each row; exit status 1 when one is wrong.
+beside that of the published code's arithmetic on the same inputs, and given rounded rows to the
+same bits; then the op's cases. Writes ``experts_native.json`` after each row; exit status 1 when
+one is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch import Tensor
 from metainfer.formats.activation import activation_fp8
 from metainfer.ops.case import poisoned
 from metainfer.ops.catalog import builtin_registry, op_cases
-from metainfer.ops.moe_experts.cuda_experts import Mx, experts
+from metainfer.ops.moe_experts.cuda_experts import Mx, experts, kernels, sent_rounded
+from metainfer.ops.moe_experts.cuda_tiles import MX_CHUNK
 from metainfer.ops.qualify import run_case
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -140,10 +142,15 @@ def shape_row(s: Shape, software: int, seed: int) -> dict[str, Any]:
             w.x, w.ids, w.routes, w.up, w.down, w.shared, experts=s.e, limit=s.limit,
             software=software,
         )  # fmt: skip
+        sent = sent_rounded(w.x, kernels(w.x.device.index, software)[MX_CHUNK])
+        ahead = experts(
+            sent, w.ids, w.routes, w.up, w.down, w.shared, experts=s.e, limit=s.limit,
+            software=software,
+        )  # fmt: skip
     want, theirs = recipe(w, s, torch.float64), recipe(w, s, torch.float32)
     errors = error(mine, want), error(theirs, want)
     zero = mine[s.tokens - s.padding :] if s.padding and not s.shared else want[:0]
-    right = errors[0] <= errors[1] * MOST and bool((zero == 0).all())
+    right = errors[0] <= errors[1] * MOST and bool((zero == 0).all()) and torch.equal(mine, ahead)
     named = dataclasses.asdict(s)
     return {"shape": named, "error": errors[0], "published": errors[1], "right": right}
 

@@ -66,7 +66,8 @@ class Case:
     `outputs`: positions of arguments written in place, judged like results. `rows`: only that many
     leading rows of the result count. `exact`: equal to the reference in the dtype, bit for bit.
     `fused`: positions of arguments [T, heads, D] that the implementation under test gets as slices
-    of one tensor, as a fused projection leaves them.
+    of one tensor, as a fused projection leaves them. `ahead`: positions of rows and of a weight; an
+    implementation that takes rows rounded ahead (`Impl.rounds`) gives the same bits for them.
     """
 
     op: str
@@ -81,6 +82,7 @@ class Case:
     rows: int | None = None
     exact: bool = False
     fused: tuple[int, ...] = ()
+    ahead: tuple[int, int] | None = None
 
 
 Cases = Callable[[int], list[Case]]

@@ -20,7 +20,7 @@ from metainfer.core.step import Phase
 from metainfer.core.verdict import ACCEPT, Verdict, all_of, reject
 from metainfer.formats.block_codecs import BlockTensor
 from metainfer.kernels.evidence import Qualification
-from metainfer.kernels.impl import Context, Impl, OpRequest
+from metainfer.kernels.impl import Context, Impl, OpRequest, resolve_attribute
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.select import objections
 from metainfer.kv.store.entries import EntryPages, StateRows
@@ -131,14 +131,34 @@ def run_case(
     """`check`, with the numbers. `values`: of a setting of `impl`, its own default without."""
     rounded = held(case.args, impl.requires_layout, dtype)
     try:
-        given = given_args(impl, case, dtype, device, registry)
+        given, run = given_args(impl, case, dtype, device, registry), impl.resolve()
         with poisoned():
-            mine = _results(partial(impl.resolve(), **values), case, given)
+            mine = _results(partial(run, **values), case, given)
+            if case.ahead is not None and impl.rounds:
+                ahead = _results(partial(run, **values), case, _rounded(impl, case, given, values))
+                if not _same_bits(mine, ahead):
+                    text = f"{case.name}: rows that were rounded ahead give other numbers"
+                    return Outcome(case, reject("rounds", text, case=case.name))
     except Exception as error:  # noqa: BLE001 - whatever it raises is a reason
         message = str(error).strip().splitlines() or [""]
         text = f"{case.name}: {type(error).__name__}: {message[0]}"
         return Outcome(case, reject("raised", text, case=case.name))
     return judge(case, rounded, mine, given, dtype, device)
+
+
+def _rounded(
+    impl: Impl, case: Case, given: tuple[Any, ...], values: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """`given` with the rows of `case.ahead` as another rank would send them."""
+    assert case.ahead is not None
+    rows, weight = case.ahead
+    sent: Any = resolve_attribute(impl.rounds)(given[rows], given[weight], **values)
+    return (*given[:rows], sent, *given[rows + 1 :])
+
+
+def _same_bits(mine: Any, theirs: Any) -> bool:
+    pairs = zip(_flat(mine), _flat(theirs), strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def given_args(

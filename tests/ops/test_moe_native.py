@@ -7,6 +7,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from metainfer.kernels.audit import target_facts
 from metainfer.kernels.driver import CudaError
 from metainfer.ops.catalog import builtin_registry, op_cases
 from metainfer.ops.moe_experts import cuda_experts
-from metainfer.ops.moe_experts.cuda_experts import Mx, Product, products, rounded
+from metainfer.ops.moe_experts.cuda_experts import Mx, Product, products, rounded, sent_rounded
 from metainfer.ops.moe_experts.cuda_tiles import MX_CHUNK, MX_STREAM, MxTile, mx_for
+from metainfer.ops.moe_experts.rounded import rounded_rows
 from metainfer.ops.qualify import applies, check
 
 REGISTRY = builtin_registry()
@@ -287,6 +289,36 @@ def test_both_products_of_a_call(host: Any, tile: MxTile) -> None:
             assert float((y[pair] - want).norm() / want.norm()) < 2e-2
 
 
+@TILES
+def test_rows_that_were_rounded_ahead_give_the_same_bits(host: Any, tile: MxTile) -> None:
+    """As `sent_rounded` makes them, by another order, and with a row of NaN and one with Inf."""
+    g = torch.Generator().manual_seed(14)
+    counts, (d, f) = (tile.m // 4, 3), (256, 128)
+    tokens = sum(counts) // 2 + 2
+    ids, routes = drawn(g, counts, tokens), torch.rand(tokens, 2, generator=g)
+    x = torch.randn(tokens, d, generator=g) * torch.exp2(torch.arange(tokens) * 2.0 - 20)[:, None]
+    x[0], x[1, 200] = 0, torch.nan
+    x[2, 7] = torch.inf
+    x, run = x.bfloat16(), host(tile)
+    sent = sent_rounded(x, run)
+    sound = torch.ones(tokens, d, dtype=torch.bool)
+    sound[1, 128:] = sound[2, :128] = False
+    assert torch.equal(sent.read()[sound].double(), read(*recipe(x))[sound])
+    assert bool(sent.read()[~sound].isnan().all())
+    up, down = weights(g, 4 * f, d), weights(g, 2 * d, f)
+    order, table = sorted_by_expert(ids, 2, tile.m)
+
+    def bits(rows: Any) -> Tensor:
+        live = order[: sum(counts)].long()
+        found = products(rows, order, table, routes, up, down, 10.0, run)[live]
+        return found.view(torch.int32 if tile.few else torch.int16)
+
+    came = replace(sent, elements=sent.elements.clone(), scales=sent.scales.clone())
+    assert torch.equal(bits(x), bits(came))
+    plain = torch.where(sound.all(1, keepdim=True), x, 1)
+    assert torch.equal(bits(plain), bits(rounded_rows(plain, 128)))
+
+
 class Combine:
     """`triton_combine.combine_kernel` by torch."""
 
@@ -324,7 +356,16 @@ def test_the_ops_cases_pass_and_tell_a_wrong_kernel(
     for case in cases:
         verdict = check(impl, case, "bfloat16", "cpu", REGISTRY)
         assert verdict.accepted, [reason.message for reason in verdict.reasons]
-    assert used == [MX_CHUNK, MX_CHUNK]
+    assert used == [MX_CHUNK] * 6  # rows as they are, rounded ahead, and given so
+
+    def doubled(x: Any, run: Any) -> Any:
+        found = sent_rounded(x, run)
+        return replace(found, scales=2 * found.scales)
+
+    with monkeypatch.context() as wrong:
+        wrong.setattr(cuda_experts, "sent_rounded", doubled)
+        (reason,) = check(impl, cases[-1], "bfloat16", "cpu", REGISTRY).reasons
+        assert "rounded ahead give other numbers" in reason.message
 
     def unclamped(*args: Any) -> Tensor:
         return products(*(*args[:6], 0.0, args[7]))

@@ -40,7 +40,7 @@ from metainfer.ops.linear.fp8 import chunk, quantise, stream
 from metainfer.ops.linear.tiles import ChunkTile, StreamTile
 from metainfer.ops.moe_experts import mxfp4
 from metainfer.ops.moe_experts.plan import planned, sorted_bounds, sorted_plan
-from metainfer.ops.moe_experts.rounded import Rounded
+from metainfer.ops.moe_experts.rounded import Order, Rounded
 from metainfer.ops.moe_experts.tiles import Tile
 from metainfer.ops.moe_experts.triton_combine import combine_kernel
 from metainfer.ops.rope.tables import RopeSpec, cos_sin
@@ -295,7 +295,7 @@ def run_experts_rounded() -> float:
         )
     )
     x, ids, routes = grid(7, D), choose(7, 2, E), torch.rand(7, 2, generator=G)
-    sent = Rounded(*quantise(x, mixed=True), x.dtype, mixed=True)
+    sent = Rounded(*quantise(x, mixed=True), x.dtype, order=Order.MIXED)
     wrong = int((sent.read() != x).sum())
     for chunked in (False, True):
         with poisoned():

@@ -15,8 +15,9 @@ from torch import Tensor
 from metainfer.core.errors import InternalError
 from metainfer.kernels import cubin, driver
 from metainfer.ops.linear.packed import PackedWeight
-from metainfer.ops.moe_experts.cuda_tiles import MX_TILES, MxTile, mx_for
+from metainfer.ops.moe_experts.cuda_tiles import MX_CHUNK, MX_TILES, MxTile, mx_for
 from metainfer.ops.moe_experts.plan import sorted_plan
+from metainfer.ops.moe_experts.rounded import Order, Rounded, Rows, as_read
 from metainfer.ops.moe_experts.triton_combine import combine_kernel
 
 BLOCK = 128
@@ -99,14 +100,35 @@ def rounded(x: Tensor, run: Kernels) -> tuple[Tensor, Tensor]:
     return q, scales
 
 
+def sent_rounded(x: Tensor, run: Kernels) -> Rounded:
+    """`rounded` for ranks that send it: scales as float32, as every form has them on the wire."""
+    elements, scales = rounded(x, run)
+    power = scales.to(torch.int32)
+    bits = (power << 23) | ((power == 255).to(torch.int32) << 22)  # 2^128 says NaN
+    return Rounded(
+        elements.view(torch.float8_e4m3fn), bits.view(torch.float32), x.dtype, order=Order.PARTED
+    )
+
+
+def _entering(x: Rows, run: Kernels) -> tuple[Tensor, Tensor]:
+    """What the first product reads of x: as `rounded`."""
+    if not isinstance(x, Rounded):
+        return rounded(x, run)
+    if x.order is not Order.PARTED:
+        return rounded(as_read(x), run)
+    power = (x.scales.view(torch.int32) >> 23).to(torch.uint8)
+    return x.elements.view(torch.uint8).contiguous(), power
+
+
 def products(
-    x: Tensor, order: Tensor, table: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float,
+    x: Rows, order: Tensor, table: Tensor, routes: Tensor, up: Mx, down: Mx, limit: float,
     run: Kernels,
 ) -> Tensor:  # fmt: skip
     """Both products of every pair: y [pairs, D], float32 for few and bf16 for many.
 
-    x bf16 [T, D], order [pairs] and table [blocks, 3] of `plan.sorted_plan`, routes [T, k] float32;
-    up: rows [E 2F], down: rows [E D]. Rows of y without an expert are left as they are.
+    x bf16 [T, D] or as `sent_rounded`, order [pairs] and table [blocks, 3] of `plan.sorted_plan`,
+    routes [T, k] float32; up: rows [E 2F], down: rows [E D]. Rows of y without an expert are left
+    as they are.
 
     Raises:
         InternalError: sizes that the kernels do not take.
@@ -120,7 +142,7 @@ def products(
     h_scales = torch.empty((pairs, f // BLOCK), dtype=torch.uint8, device=device)
     kind = torch.float32 if run.tile.few else torch.bfloat16
     y = torch.empty((pairs, d), dtype=kind, device=device)
-    q, scales = rounded(x, run)
+    q, scales = _entering(x, run)
 
     def arguments(left: tuple[Tensor, Tensor], weight: Mx, out: Tensor, rows: int) -> Product:
         tensors = (*left, order, table, routes, weight.elements, weight.scales, out, h_scales)
@@ -134,10 +156,11 @@ def products(
 
 
 def experts(
-    x: Tensor, ids: Tensor, routes: Tensor, up: Mx, down: Mx, shared: Tensor | None = None, *,
+    x: Rows, ids: Tensor, routes: Tensor, up: Mx, down: Mx, shared: Tensor | None = None, *,
     experts: int, limit: float = 0.0, software: int = 0,
 ) -> Tensor:  # fmt: skip
-    """See `ref.moe_experts_rounded`: x bf16 [T, D], ids [T, k] int32, routes [T, k] float32."""
+    """See `ref.moe_experts_rounded`: x bf16 [T, D] or as `rounding` makes it, ids [T, k] int32,
+    routes [T, k] float32."""
     (tokens, d), top = x.shape, ids.shape[1]
     out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
     if tokens == 0:
@@ -152,8 +175,13 @@ def experts(
     return out
 
 
+def rounding(x: Tensor, w13: PackedWeight, *, software: int = 0) -> Rounded:
+    """What `native` does to x [T, D] first, for ranks that send it."""
+    return sent_rounded(x, kernels(x.device.index, software)[MX_CHUNK])
+
+
 def native(
-    x: Tensor,
+    x: Rows,
     ids: Tensor,
     weights: Tensor,
     w13: PackedWeight,

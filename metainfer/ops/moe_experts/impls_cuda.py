@@ -48,5 +48,6 @@ IMPLS = (
             expert_traffic, expert_operations, launches=5, part=0.5, compute_part=0.3,
             element="float8_e4m3fn",
         ),
+        rounds="moe_experts.cuda_experts:rounding",
     ),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from metainfer.ops.moe_experts import (
 )
 from metainfer.ops.moe_experts.choice import portable_for, wgmma_for
 from metainfer.ops.moe_experts.plan import planned, sorted_bounds
-from metainfer.ops.moe_experts.rounded import Rounded, Rows
+from metainfer.ops.moe_experts.rounded import Order, Rounded, Rows
 from metainfer.ops.moe_experts.sorting import blocks_of
 from metainfer.ops.moe_experts.tiles import (
     FEW_SLOTS,
@@ -263,7 +263,7 @@ def portable(
 
 def rounded(x: Tensor, w13: PackedWeight) -> Rounded:
     """What `wgmma` and `portable` do to x [T, D] first, for ranks that send it."""
-    return Rounded(*quantise(x, mixed=True), x.dtype, mixed=True)
+    return Rounded(*quantise(x, mixed=True), x.dtype, order=Order.MIXED)
 
 
 def wide(

@@ -8,6 +8,7 @@ them reads them back (`as_read`); rounding once more changes nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +17,24 @@ from torch import Tensor
 from metainfer.formats.activation import quantise_fp8
 
 
+class Order(StrEnum):
+    """Where a row's channels stand, as the kernel that rounded it reads them."""
+
+    NATURAL = "natural"
+    MIXED = "mixed"  # in 128 channels, channel 16 c + 4 i + j at 32 i + 4 c + j
+    PARTED = "parted"  # in eight channels, channel 2 c + i at 4 i + c
+
+
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Rows [T, D] of `dtype`: `elements` [T, D] e4m3 times `scales` [T, ceil(D / group)] float32.
-    `mixed`: in a group of 128, channel 16 c + 4 i + j stands at 32 i + 4 c + j."""
+    """Rows [T, D] of `dtype`: `elements` [T, D] e4m3 in `order`, times `scales`
+    [T, ceil(D / group)] float32."""
 
     elements: Tensor
     scales: Tensor
     dtype: torch.dtype
     group: int = 128
-    mixed: bool = False
+    order: Order = Order.NATURAL
 
     @property
     def shape(self) -> torch.Size:
@@ -39,8 +48,10 @@ class Rounded:
         """The rows in their own type, which holds them exactly."""
         rows, width = self.shape
         found = self.elements.to(torch.float32)
-        if self.mixed:
-            found = found.view(rows, width // self.group, 4, 8, 4).transpose(2, 3)
+        if self.order is Order.MIXED:
+            found = found.view(rows, width // 128, 4, 8, 4).transpose(2, 3)
+        elif self.order is Order.PARTED:
+            found = found.view(rows, width // 8, 2, 4).transpose(2, 3)
         scales = self.scales.repeat_interleave(self.group, dim=1)[:, :width]
         kind = torch.float64 if self.dtype == torch.float64 else torch.float32
         return (found.reshape(rows, width).to(kind) * scales.to(kind)).to(self.dtype)
