@@ -231,6 +231,11 @@ def test_pieces_are_of_one_layout_and_leave_what_takes_turns(
     assert said(asked, "sum_pieces")[:2] == (0, Origin.SEED)
 
 
+def test_pieces_are_on_where_halves_are_switched_off() -> None:
+    found = planned(V4, "2x-h200-nop2p", context=8192, parallel="tp2", halves=0)
+    assert said(found, "sum_pieces") == (8192, Origin.RECORD, [])
+
+
 def said_of_halves(machine: str, model: str = V4, **wishes: Any) -> tuple[object, Origin]:
     found = planned.__wrapped__(model, machine, context=8192, **wishes)
     return said(found, "halves")[:2]
