@@ -112,13 +112,13 @@ def test_grids_are_by_size_and_in_host_memory_by_the_table(fake: fake_cuda.Torch
     found = {}
     for world, host in ((2, True), (2, False), (8, True)):
         with cuda.CudaLocalGroup(world, host_memory=host, slot_bytes=1 << 22) as group:
-            for kib in (8, 128, 256, 1024, 2048, 4096):
+            for kib in (8, 16, 128, 256, 512, 1024, 2048, 4096):
                 request = Request(op=Op.ALL_REDUCE, count=kib << 9, dtype="bfloat16", world=world)
                 call, piece = group.ranks[0].calls_of(plan_of(request, "one_shot"))[0]
                 found[world, host, kib] = group.ranks[0]._grid(piece, call.width)
+    long = {8: (1, 1), 16: (4, 1), 128: (8, 1), 256: (16, 4), 512: (8, 4)}
     for (_, host, kib), grid in found.items():
-        long = {256: (16, 2), 1024: (8, 2), 2048: (16, 4), 4096: (16, 4)} if host else {}
-        assert grid == long.get(kib, (min(layout.BLOCKS, -(-kib // 16)), 1))
+        assert grid == (long.get(kib, (16, 8)) if host else (min(layout.BLOCKS, kib // 8), 1))
     sizes = [least for least, *_ in cuda.GRIDS]
     assert sizes == sorted(sizes, reverse=True)
 

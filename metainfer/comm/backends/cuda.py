@@ -34,10 +34,17 @@ from metainfer.comm.rooms import SLOT_BYTES
 BUDGET_S = 20.0
 """How long a peer is waited for while serving; what is captured has it for good."""
 MAX_THREADS = 512
-BLOCK_BYTES = 16 << 10
-GRIDS = ((2 << 20, 16, 4), (1 << 20, 8, 2), (256 << 10, 16, 2))
+BLOCK_BYTES = 8 << 10
+"""Of a stripe between slabs on cards."""
+GRIDS = (
+    (1 << 20, 16, 8),
+    (512 << 10, 8, 4),
+    (256 << 10, 16, 4),
+    (128 << 10, 8, 1),
+    (16 << 10, 4, 1),
+)
 """Of calls through host memory: from how many bytes on, stripes, and groups of them that push in
-turn. The fastest of two H200 without peer access (record 2026-11-30-2xh200-streams-second)."""
+turn. The fastest of two H200 without peer access (record 2026-11-30-2xh200-early)."""
 _STATE_BYTES = 4096
 _modules: dict[tuple[Variant | Alone, str], driver.Module] = {}
 
@@ -158,15 +165,16 @@ class CudaComm(Caller):
 
     def _grid(self, piece: Piece, width: int) -> tuple[int, int]:
         """Stripes of a call, and how many groups of them push in turn: the same on all ranks, for
-        flags are per stripe. A stripe per 16 KiB; in host memory as `GRIDS` has them."""
+        flags are per stripe. By bytes of a stripe; in host memory as `GRIDS` has them."""
         size = (piece.in_len[0] if piece.same else sum(piece.in_len)) * width
         if piece.kind is Kind.COPY and piece.same:  # ranks bring parts of their own length
             size = sum(piece.out_len) * width
-        wanted = 1 << max(0, (size - 1) // BLOCK_BYTES).bit_length()
-        blocks, lag = min(layout.BLOCKS, wanted), 1
         if self.slots.shared:
             grids = ((stripes, turns) for least, stripes, turns in GRIDS if size >= least)
-            blocks, lag = next(grids, (blocks, lag))
+            blocks, lag = next(grids, (1, 1))
+        else:
+            wanted = 1 << max(0, (size - 1) // BLOCK_BYTES).bit_length()
+            blocks, lag = min(layout.BLOCKS, wanted), 1
         return self.blocks or blocks, self.lag or lag
 
     def forms(self) -> Iterator[None]:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from metainfer.comm import driver, layout, loader
-from metainfer.comm.backends.cuda import BLOCK_BYTES, MAX_THREADS, module
+from metainfer.comm.backends.cuda import MAX_THREADS, module
 from metainfer.comm.backends.emulated import Form, Price, StandIn, Waited
 
 ROOM = 32 << 20
 """Bytes of host memory that messages go through, over and over."""
 PIECE = 4 << 20
 """Bytes of a copy: what engines carry at the link's rate."""
+BLOCK_BYTES = 16 << 10
 BLOCKS = 64
 """Of a call at most; all of them wait, so all must be resident."""
 CALLS = 64
