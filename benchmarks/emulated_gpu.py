@@ -49,7 +49,7 @@ def main() -> None:
         platform=args.platform,
         rank_of=args.rank_of,
         of_machine=args.machine,
-        context=max(2 * args.prefill, args.prompt + 1024),
+        context=max(2 * args.prefill, args.prompt + 256),
         chunk_tokens=args.prefill,
         mixed_tokens=args.prefill,  # prompts of a large batch enter in few steps
         concurrency=max(args.batch),
