@@ -24,13 +24,13 @@ from metainfer.comm.enqueue import NOTHING, Behind, Kind, Program, Steps
 from metainfer.comm.layout import Call
 from metainfer.comm.pieces import element_type
 from metainfer.comm.request import ELEMENT_BYTES, Op, Request, shard
+from metainfer.comm.rooms import COUNTERS, staging_bytes
 
 LINE = 64
 ALL, TAKEN, ABORT = layout.WORLD, layout.WORLD + 1, layout.WORLD + 2
 """What a rank posts beside what it sends to each owner: what it sends to all, calls of which it has
 taken everything, and its abort word."""
 WORDS = layout.WORLD + 3
-COUNTERS = 64 << 10
 GIVEN, OUT, STREAM, BUDGET = range(NOTHING + 1, NOTHING + 5)
 """Bases of a call: its operands, the stream that it stands in, nanoseconds that kernels wait."""
 POSTED = BUDGET + 1
@@ -65,7 +65,7 @@ class Staging:
 
     @classmethod
     def size(cls, world: int, part_bytes: int) -> int:
-        return COUNTERS + world * world * part_bytes
+        return staging_bytes(world, part_bytes)
 
     def word(self, rank: int, which: int, reader: int) -> int:
         """A counter that `rank` posts for `reader`, for the device: of an owner, `ALL` or `TAKEN`;
