@@ -116,7 +116,7 @@ def prompt_of(args: argparse.Namespace, tiny: bool) -> list[int]:
 def over_ranks(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"parallel": case.layout, "halves": case.halves or 0}
     if case.emulated:
-        return {"parallel": case.layout, "rank_of": 2, "of_machine": MACHINE}
+        return {**found, "collectives": case.collectives, "rank_of": 2, "of_machine": MACHINE}
     if args.platform == "cpu":
         return found
     return {**found, "collectives": case.collectives, "one_card": case.cards == 1}

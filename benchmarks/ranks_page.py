@@ -165,10 +165,9 @@ def alone() -> Iterator[str]:
     if not found or not pair:
         yield "Not run yet: one rank of `tp2` alone on a card, its peer emulated."
         return
-    yield "One rank of `tp2` alone on a card beside the pair: its kernels run, its bytes cross the"
-    yield "card's own link, and each collective ends when the cost model of this pair says so, or"
-    yield "late, where a kernel takes longer for the bytes than the pair's copy engines do (sums"
-    yield "from 8 MiB: 3.0 ms at 64 MiB, priced at 1.7)."
+    yield "One rank of `tp2` alone on a card beside the pair without halves: its kernels run, its"
+    yield "bytes cross the card's own link, and each collective ends when the cost model of this"
+    yield "pair says so (ADR 0047)."
     yield ""
     yield "| row | alone, ms | pair, ms | error |"
     yield "|---|---|---|---|"

@@ -35,11 +35,13 @@ MODEL, RECORDED_LAYERS = "random:deepseek-v4-flash", 12
 RECORDS = Path(__file__).parent / "records"
 ONE_CARD, LONG = "2026-11-30-h200-v4-engine-zipf.json", "2026-11-30-h200-v4-long.json"
 PAIRS = (
+    "2026-11-30-h200-rank-of-2.json",
     "2026-11-30-2xh200-ranks-fourth.json",
     "2026-11-30-2xh200-ranks-third.json",
     "2026-11-30-2xh200-ranks-second.json",
 )
-"""Records of two cards, the newest first: a case is taken from the first that timed it."""
+"""Records of two cards and of one rank alone, the newest first: a case is taken from the first that
+timed it."""
 CHUNK, CONTEXT = 8192, 1024
 BATCHES, PROMPTS, TOGETHER = (1, 8, 64), (2048, 8192), ((8, 2048), (4, 8192))
 MACHINE = "2x-h200-nop2p"
