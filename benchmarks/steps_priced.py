@@ -27,14 +27,8 @@ from metainfer.planner.exchange import AROUND_US
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved, resolve
 
-FULL, CONTEXT = "random:deepseek-v4-flash", 1040
-RANK_OF_EIGHT = (
-    ("tp8", 8, 13.242, 6.434, 88),
-    ("2xep4", 8, 10.128, 1.745, 172),
-    ("2xep4", 64, 16.587, 3.419, 172),
-)
-"""Layout, requests of all ranks, ms of a step, ms of it waited, in so many collectives; at commit
-299ca44. What it called `tp8` with 64 requests held nine of them on average (docs/log.md)."""
+FULL = "random:deepseek-v4-flash"
+RANK_OF_EIGHT = "2026-11-30-h200-rank-of-8-layouts.json"
 
 
 @dataclass(frozen=True)
@@ -84,13 +78,20 @@ def emulated() -> Resolved:
 
 
 def one_of_eight() -> Iterator[Step]:
+    said = record(RANK_OF_EIGHT)
     found = {each.layout.name: each.cost for each in emulated().layouts}
-    for layout, requests, step_ms, waited_ms, messages in RANK_OF_EIGHT:
+    for row in said["rows"]:
+        words = row["row"].replace(",", "").split()
+        if words[0] != "decode":
+            continue
+        side = row["engine"].removesuffix(", emulated")
+        layout, (first, last) = said["sides"][side]["layout"], words[4].split("-")
         cost = found[layout]
         assert cost is not None
-        sent = waited_ms / 1e3 + messages * AROUND_US / 1e6
-        amounts = replace(cost.decode(requests, CONTEXT), sent=sent)
-        yield Step(f"one of eight, {layout}, decode, batch {requests}", amounts, step_ms / 1e3)
+        sent = row["exposed_wait_us"]["median"] + row["collectives"] * AROUND_US
+        amounts = cost.decode(int(words[2]), (int(first) + int(last)) // 2)
+        name = f"one of eight, {side}: {layout}, decode, batch {words[2]}"
+        yield Step(name, replace(amounts, sent=sent / 1e6), row["step_us"]["median"] / 1e6)
 
 
 def main() -> None:
