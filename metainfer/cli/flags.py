@@ -95,6 +95,7 @@ INTENT_FIELDS = {
     "--no-overlap": "overlap",
     "--halves": "halves",
     "--sum-pieces": "sum_pieces",
+    "--gathers-beside": "gathers_beside",
     "--shared-beside": "shared_beside",
     "--rounded-from": "rounded_from",
     "--prefill-from": "prefill_from",
@@ -204,6 +205,12 @@ class EngineFlags:
         int | None,
         _flag("--sum-pieces", text="sums beside products, by pieces, from N tokens on; 0: never"),
     ] = None
+    gathers_beside: Annotated[
+        int | None,
+        _flag(
+            "--gathers-beside", text="a shared chunk's gathers beside, from N tokens on; 0: never"
+        ),
+    ] = None
     shared_beside: Annotated[
         int | None,
         _flag("--shared-beside", text="shared beside routed experts up to N tokens; 0: never"),
@@ -272,6 +279,7 @@ class EngineFlags:
             overlap=not self.no_overlap,
             halves=self.halves,
             sum_pieces=self.sum_pieces,
+            gathers_beside=self.gathers_beside,
             shared_beside=self.shared_beside,
             rounded_from=self.rounded_from,
             prefill_from=self.prefill_from,

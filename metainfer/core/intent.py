@@ -35,6 +35,7 @@ DECISIONS: Mapping[str, str] = {
     "overlap": "overlap",
     "halves": "halves",
     "sum_pieces": "sum_pieces",
+    "gathers_beside": "gathers_beside",
     "shared_beside": "shared_beside",
     "rounded_from": "rounded_from",
     "prefill_from": "prefill_from",
@@ -73,6 +74,7 @@ class Intent:
     `prefix_cache`: reuse of cached prefixes. `graphs`: steps may be captured. `overlap`: these may
     be launched before the one ahead was read. `halves`: from so many tokens on, chunks are computed
     as two halves in turns; `sum_pieces`: from so many on, others sum products piece by piece;
+    `gathers_beside`: from so many on, ranks that share a chunk's rows gather beside computing;
     `shared_beside`: up to so many, the shared expert beside the routed ones; `rounded_from`: from
     so many rows on, what is sent to experts that ranks share is rounded first; 0: never.
     `prefill_from`: steps of fewer prompt tokens are computed as decodes are, where prompts have a
@@ -100,6 +102,7 @@ class Intent:
     overlap: bool = True
     halves: int | None = None
     sum_pieces: int | None = None
+    gathers_beside: int | None = None
     shared_beside: int | None = None
     rounded_from: int | None = None
     prefill_from: int | None = None

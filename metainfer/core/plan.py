@@ -148,6 +148,7 @@ class Plan:
     all captured steps, in the order of capture. `overlap`: a captured step may be launched before
     the one ahead of it was read. `halves`: chunks of at least so many tokens are computed as two
     halves in turns; `sum_pieces`: others of at least so many sum products piece by piece;
+    `gathers_beside`: those of at least so many whose rows ranks share gather beside computing;
     `shared_beside`: in steps of at most so many, the shared expert beside the routed ones; 0: none.
     `rounded_from`: from so many rows on, ranks round what they send to experts that they share; 0:
     never. `prefill_from`: of a pair of layouts, steps of fewer prompt tokens are computed as
@@ -174,6 +175,7 @@ class Plan:
     overlap: bool
     halves: int
     sum_pieces: int
+    gathers_beside: int
     shared_beside: int
     rounded_from: int
     prefill_from: int

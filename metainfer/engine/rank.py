@@ -153,6 +153,7 @@ def links_of(
     from metainfer.comm.card_side import CardSide
 
     layout, plan = place.layout, resolved.plan
+    beside = plan.halves or plan.sum_pieces or plan.gathers_beside
     tree = one_switch(layout.ranks) if intent.one_card else from_facts(facts)
     costs = resolved.arch.costs()
     hidden = costs.hidden if costs is not None else 0  # unknown: copy engines get little room
@@ -167,7 +168,7 @@ def links_of(
         method=intent.collectives or AUTO,
         tiers=tiers,
         sharing=intent.one_card,
-        turns=Turns(CardSide(device)) if plan.halves or plan.sum_pieces else None,
+        turns=Turns(CardSide(device)) if beside else None,
     )
 
 

@@ -89,7 +89,7 @@ def assemble(
     store = KVStore(resolved.sizes, device)
     ops = OpTable(resolved.selection, trace)
     groups = own_parts(resolved.groups, ranks)
-    prompts = prompt_ranks(model, parts, store, groups, place, ranks, device, plan.halves)
+    prompts = prompt_ranks(model, parts, store, groups, place, ranks, device, plan)
     drafter = None
     if plan.draft.method == MODEL:
         make = _drafter_of(family.drafter, store.layers[arch.layers], ops)

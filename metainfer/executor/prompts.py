@@ -14,7 +14,7 @@ from torch import Tensor
 
 from metainfer.comm.peers import Peers, Place, Ranks
 from metainfer.comm.side import Turns
-from metainfer.core.plan import LayoutPlan
+from metainfer.core.plan import LayoutPlan, Plan
 from metainfer.core.step import ALL_LAYERS, RunResult, Segment
 from metainfer.executor.halves import halves_of
 from metainfer.executor.model_drafts import ModelDrafts
@@ -38,7 +38,8 @@ MakeDrafts = Callable[[Any, Mapping[str, PackedWeight], Mapping[str, Tensor]], M
 class PromptRanks:
     """`model` has whole matrices, in `parts` parts; `decoder` is the model of decodes, whose head
     makes logits. `peers` share the rows; `domain`: this rank's, of `domains`. Chunks of at least
-    `halves` tokens are computed as two halves in `turns`; 0: none. `moved`: bytes that came from
+    `halves` tokens are computed as two halves in `turns`, of at least `beside` whole with what goes
+    between ranks beside them; 0: none. `moved`: bytes that came from
     others, by what they were. `drafts`: what drafts behind chunks."""
 
     model: Any
@@ -53,6 +54,7 @@ class PromptRanks:
     keeping: Keeping
     shards: Peers
     halves: int
+    beside: int
     turns: Turns
     moved: Counter[str] = field(default_factory=Counter)
     drafts: PromptDrafts | None = None
@@ -61,9 +63,10 @@ class PromptRanks:
         self, segment: Segment, slots: SlotTable, ops: PhaseOps, *, guard: bool
     ) -> list[RunResult]:
         """Compute a segment of chunks; results of the runs of this rank's domain."""
-        long = 0 < self.halves <= sum(rank.tokens for rank in segment.ranks)
+        tokens = sum(rank.tokens for rank in segment.ranks)
+        long, beside = (0 < least <= tokens for least in (self.halves, self.beside))
         parts = halves_of(segment) if long else (segment,)
-        with self.turns if long else nullcontext():
+        with self.turns if long or beside else nullcontext():
             found = self.computed(parts, slots, ops)
         own = segment.ranks[self.domain].runs
         results = [RunResult(run.slot) for run in own]
@@ -163,7 +166,7 @@ def prompt_ranks(
     place: Place | None,
     ranks: Ranks,
     device: torch.device,
-    halves: int = 0,
+    plan: Plan,
 ) -> PromptRanks | None:
     """Beside the `model` of decodes, where a layout's ranks share the rows of chunks; else None."""
     if place is None or place.layout.prefill == 1:
@@ -180,7 +183,8 @@ def prompt_ranks(
         parts=len(parts),
         keeping=_keeping(place.layout, groups),
         shards=ranks.shards,
-        halves=halves,
+        halves=plan.halves,
+        beside=plan.gathers_beside,
         turns=ranks.turns,
     )
 

@@ -23,6 +23,7 @@ from metainfer.planner.layouts import talks
 from metainfer.platform.facts import CPU, Facts
 
 SHARED, HALVES, PIECES = "shared_beside", "halves", "sum_pieces"
+GATHERS = "gathers_beside"
 ALONE = "alone"
 
 
@@ -30,7 +31,7 @@ ALONE = "alone"
 class Gain:
     """`gains`: tokens of a step -> seconds without / with, the median of pairs in the worse order
     of launch; `tokens`: the largest step whose interval, and that of all smaller ones, lies above
-    1, of halves and pieces the smallest whose and that of all larger ones do; `device`: what it was
+    1, of chunks the smallest whose and that of all larger ones do; `device`: what it was
     measured on; `record`: its name in ``benchmarks/records``."""
 
     family: str
@@ -49,7 +50,7 @@ class Gain:
 
 @cache
 def shipped(what: str) -> tuple[Gain, ...]:
-    """Rows of one of the three; `Gain.ranks` is ``alone`` or a layout."""
+    """Rows of one of the four; `Gain.ranks` is ``alone`` or a layout."""
     body = json.loads(resources.files("metainfer.planner").joinpath("gains.json").read_text())
     return tuple(
         Gain(

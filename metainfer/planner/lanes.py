@@ -1,5 +1,6 @@
 """What is computed beside what inside a step: halves of a chunk in turns, the pieces of a product
-beside their own sums, the shared expert beside the routed ones. Each is on where a measurement
+beside their own sums, a shared chunk beside its own gathers, the shared expert beside the routed
+ones. Each is on where a measurement
 showed a gain (`benchmarks/overlap` takes it, `gains` has it), and off elsewhere. Asked for, it is
 on, or an error with every reason; where a device has one stream it changes the order of calls at
 most, and the plan says so.
@@ -15,6 +16,7 @@ from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
 from metainfer.planner.drafts import MODEL
 from metainfer.planner.gains import (
+    GATHERS,
     HALVES,
     PIECES,
     SHARED,
@@ -76,6 +78,24 @@ def sum_pieces(layout: LayoutPlan, cards: Cards, halves: int, ledger: DecisionLe
         text = f"halves take turns from {halves:,} tokens on: one computes beside the other's sums"
         against.append(Reason("halves", text))
     return _decide(PIECES, least, against, cards, ledger, gain)
+
+
+def gathers_beside(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
+    """The plan's `gathers_beside`: chunks of at least so many tokens whose rows ranks share have
+    gathers and scattered sums on their way beside what does not need them; 0: none.
+
+    Raises:
+        RefusedError: it was asked for, and cannot.
+        UsageError: a negative number was.
+    """
+    against = _against_started(layout, cards)
+    if layout.prefill == 1:
+        against.append(Reason("layout", "ranks do not share the rows of a chunk"))
+    elif layout.expert <= 1:
+        text = "the keys that a rank waits for are what it would compute next"
+        against.append(Reason("alone", text))
+    gain = gain_of(GATHERS, cards.arch.family, cards.intent, cards.facts, layout)
+    return _decide(GATHERS, _least(GATHERS, gain, cards), against, cards, ledger, gain)
 
 
 def _against_started(layout: LayoutPlan, cards: Cards) -> list[Reason]:

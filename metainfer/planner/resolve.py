@@ -237,6 +237,7 @@ class _Resolver:
             overlap=overlap.decide(captured.graphs, cards, self.ledger),
             halves=halves,
             sum_pieces=lanes.sum_pieces(layout, cards, halves, self.ledger),
+            gathers_beside=lanes.gathers_beside(layout, cards, self.ledger),
             shared_beside=lanes.shared_beside(layout, cards, self.ledger),
             rounded_from=dispatch.rounded_from(layout, intent, selection, self.ledger),
             prefill_from=pairs.prefill_from(layout, captured.graphs, cards, self.ledger),

@@ -21,6 +21,7 @@ ENGINE = {
     "--goal", "--dtype", "--platform", "--op", "--layout", "--parallel", "--allow-fallback",
     "--collectives", "--one-card", "--rank-of",
     "--no-prefix-cache", "--no-graphs", "--no-overlap", "--halves", "--sum-pieces",
+    "--gathers-beside",
     "--shared-beside", "--rounded-from", "--prefill-from", "--draft", "--grammar-backend",
     "--model-option", "--config",
 }  # fmt: skip

@@ -20,6 +20,7 @@ from harness import Answer, ask, start
 from test_invariance import same
 from thread_ranks import ThreadGroup, ranks_as_threads
 
+from metainfer.comm.side import Pending
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import Phase, Segment, StepPlan
 from metainfer.engine.engine import Engine
@@ -45,6 +46,8 @@ LONG = (
 LAYOUTS = SHORT if REQUESTS == FEW else SHORT + LONG
 BORDERS = {"cp2/tp2": 20, "cp4/dp4ep4": 20}
 """Steps of fewer prompt tokens are computed as decodes are."""
+BESIDE = {"cp2/tp2": 25, "cp2/dp2ep2": 2}
+"""Chunks of at least so many tokens have their gathers beside."""
 STREAMS, WIDTH = v4.TINY["hc_mult"], v4.TINY["hidden_size"]
 ID_BYTES = ELEMENT = 8
 
@@ -145,6 +148,44 @@ class Gathers:
         return max(ends) * self._row + ids
 
 
+@dataclass
+class Late(Pending[Any]):
+    """What is forked is done when it is waited for: nothing of it is there before."""
+
+    side: LateSide
+    work: Callable[[], Any]
+
+    def wait(self) -> Any:
+        self.side.open -= 1
+        return self.work()
+
+
+@dataclass
+class LateSide:
+    """Where gathers of a shared chunk go; `forks`: how many, `open`: of them not waited for."""
+
+    forks: int = 0
+    open: int = 0
+
+    def fork(self, work: Callable[[], Any]) -> Pending[Any]:
+        self.forks, self.open = self.forks + 1, self.open + 1
+        return Late(self, work)
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+
+def beside(group: ThreadGroup) -> list[LateSide]:
+    """The sides of all ranks, from now on, where their chunks have gathers beside."""
+    found = []
+    for rank in group.ranks:
+        prompts = rank._side.executor._parts.prompts
+        if prompts is not None and prompts.beside:
+            found.append(LateSide())
+            prompts.turns._side = found[-1]
+    return found
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_propose_what_one_process_proposes(
@@ -152,9 +193,11 @@ def test_ranks_propose_what_one_process_proposes(
 ) -> None:
     with ranks_as_threads() as groups:
         engine = start(
-            checkpoint, concurrency=4, parallel=layout, prefill_from=BORDERS.get(layout), **FIXED
-        )
+            checkpoint, concurrency=4, parallel=layout, prefill_from=BORDERS.get(layout),
+            gathers_beside=BESIDE.get(layout), **FIXED,
+        )  # fmt: skip
         executor, (group,) = engine._executor, groups
+        sides = beside(group)
         assert isinstance(executor, RankExecutor)
         gathers = Gathers(executor, len(group.ranks), STREAMS * WIDTH * ELEMENT)
         before = executor.moved_bytes.get("drafts", 0)  # by warm-up
@@ -166,6 +209,8 @@ def test_ranks_propose_what_one_process_proposes(
             answers += ask(engine, *asked, before_step=proposed)
         moved = executor.moved_bytes.get("drafts", 0) - before
         check_held(engine, group)
+    assert bool(sides) == (layout in BESIDE)
+    assert all(side.forks > 20 and not side.open for side in sides)
     for answer, wanted in zip(answers, lone.answers, strict=True):
         same(answer, wanted)
     stats = engine.stats()

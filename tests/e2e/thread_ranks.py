@@ -19,7 +19,7 @@ from torch import Tensor
 
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.peers import Place, Ranks
-from metainfer.comm.side import Done, Pending, Turns
+from metainfer.comm.side import Pending, Turns
 from metainfer.engine.rank import Rank
 from metainfer.workers.wire import RankFacts
 
@@ -44,10 +44,11 @@ class Meeting:
 
 
 class ThreadPeers:
-    """`comm.peers.Peers` of one rank."""
+    """`comm.peers.Peers` of one rank; what is started goes where `turns` says."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int, turns: Turns) -> None:
         self._meeting, self.rank, self.size = meeting, rank, len(meeting.parts)
+        self._turns = turns
 
     def rows(self, x: Tensor) -> Tensor:
         return torch.cat(self._meeting.all(self.rank, x))
@@ -65,24 +66,23 @@ class ThreadPeers:
         return self.sum(x).chunk(self.size)[self.rank]
 
     def start_sum(self, x: Tensor) -> Pending[Tensor]:
-        return Done(self.sum(x))
+        return self._turns.fork(lambda: self.sum(x))
 
     def start_sum_rows(self, x: Tensor) -> Pending[Tensor]:
-        return Done(self.sum_rows(x))
+        return self._turns.fork(lambda: self.sum_rows(x))
 
     def start_rows(self, x: Tensor, numbers: int = 0) -> Pending[Tensor]:
-        return Done(self.rows(x))
+        return self._turns.fork(lambda: self.rows(x))
 
 
 class Links:
     """As `comm.host_ranks.HostRanks`."""
 
     def __init__(self, place: Place, meetings: Mapping[tuple[int, ...], Meeting]) -> None:
-        groups = place.groups().items()
-        found: Any = {
-            role: ThreadPeers(meetings[ranks], ranks.index(place.rank)) for role, ranks in groups
-        }
-        self.ranks = Ranks(**found, turns=Turns())
+        turns, found = Turns(), dict[str, Any]()
+        for role, ranks in place.groups().items():
+            found[role] = ThreadPeers(meetings[ranks], ranks.index(place.rank), turns)
+        self.ranks = Ranks(**found, turns=turns)
 
     def settle(self) -> None: ...
 

@@ -37,6 +37,19 @@ def test_nothing_takes_turns_unmeasured() -> None:
     found = planned(V4, context=8192, parallel="tp8")
     for key in ("halves", "sum_pieces", "shared_beside"):
         assert said(found, key) == (0, Origin.SEED, ["unmeasured"])
+    pair = planned(V4, context=8192, parallel="cp8/tp8")
+    assert said(pair, "gathers_beside") == (0, Origin.SEED, ["unmeasured"])
+
+
+def test_a_shared_chunk_has_its_gathers_beside_where_that_was_measured() -> None:
+    wish: dict[str, Any] = {"context": 8192, "parallel": "cp2/tp2"}
+    found = planned.__wrapped__(V4, "2x-h200-nop2p", **wish)
+    value, origin, _ = said(found, "gathers_beside")
+    assert value == found.plan.gathers_beside > 0 and origin is Origin.RECORD
+    nccl = planned.__wrapped__(V4, "2x-h200-nop2p", **wish, collectives="nccl")
+    assert said(nccl, "gathers_beside")[:2] == (0, Origin.SEED)
+    asked = planned.__wrapped__(V4, "2x-h200-nop2p", **wish, gathers_beside=99)
+    assert said(asked, "gathers_beside")[:2] == (99, Origin.FLAG)
 
 
 def test_who_asks_gets_it_and_it_is_said() -> None:
@@ -67,6 +80,8 @@ def test_who_asks_gets_it_and_it_is_said() -> None:
         (V4, {"parallel": "cp8/tp8", "sum_pieces": 2}, "by themselves"),
         (V4, {"parallel": "tp8cs8", "sum_pieces": 2}, "share a cache"),
         (V4, {"parallel": "tp8", "halves": 4096, "sum_pieces": 4096}, "turns from 4,096"),
+        (V4, {"parallel": "tp8", "gathers_beside": 2}, "do not share the rows"),
+        (DENSE, {"parallel": "cp8/tp8", "gathers_beside": 2}, "would compute next"),
     ],
 )
 def test_what_cannot_be_is_an_error_with_its_reasons(
@@ -172,7 +187,9 @@ def test_a_gain_does_not_beat_what_stands_against_it(monkeypatch: pytest.MonkeyP
     assert gains.rows_beside(Intent(model=DENSE), arch, facts, layout) == 0
 
 
-CHUNKS = [(gains.HALVES, "turns"), (gains.PIECES, f"pieces {PIECES}")]
+CHUNKS = [
+    (gains.HALVES, "turns"), (gains.PIECES, f"pieces {PIECES}"), (gains.GATHERS, "beside"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -216,8 +233,8 @@ def test_pieces_are_of_one_layout_and_leave_what_takes_turns(
 ) -> None:
     """By a record, and below the chunks whose halves take turns."""
     least = replace(halved, gains={4096: 1.1}, tokens=4096, record="of pieces")
-    rows = {gains.HALVES: (halved,), gains.PIECES: (least,), gains.SHARED: ()}
-    monkeypatch.setattr(gains, "shipped", rows.__getitem__)
+    rows = {gains.HALVES: (halved,), gains.PIECES: (least,)}
+    monkeypatch.setattr(gains, "shipped", lambda what: rows.get(what, ()))
     wish: dict[str, Any] = {"context": 8192, "parallel": "tp2"}
     found = planned.__wrapped__(V4, "2x-h200-nop2p", **wish)
     assert (found.plan.halves, found.plan.sum_pieces) == (8192, 4096)
