@@ -88,6 +88,8 @@ CASES = {
     "one card, cp2/dp2ep2, ipc": Case("cp2/dp2ep2", "ipc", 1),
 }
 SECTIONS = ("exact", *CASES, "single")
+BESIDE = ("halves", "sum_pieces", "shared_beside")
+"""What of a plan says which work goes on beside other work."""
 
 
 def wish(args: argparse.Namespace, layers: int, **more: Any) -> Intent:
@@ -284,6 +286,9 @@ def case_section(name: str, args: argparse.Namespace) -> Report:
     before = torch.cuda.mem_get_info(0)[0] if args.platform == "cuda" else 0
     engine = full(args, **over_ranks(case, args))
     report["start_phases"] = engine._phases
+    assert engine.resolved is not None
+    plan = engine.resolved.plan
+    report["beside"] = {key: getattr(plan, key) for key in BESIDE}
     part("resident", lambda: resident(engine))
     if case.cards == 2 or case.emulated or args.platform == "cpu":
         found: list[Report] = []

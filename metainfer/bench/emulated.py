@@ -111,6 +111,7 @@ def _measure(
             "layout": plan.layouts[0].name,
             "emulated": dict(plan.emulated),
             "plan": plan.fingerprint,
+            "shared_beside": plan.shared_beside,
             "held_bytes": engine.held_bytes,
             "other_ops": _unlike(described["ops"], first["ops"]),
         }

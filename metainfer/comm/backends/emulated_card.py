@@ -138,6 +138,7 @@ class DeviceWait:
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
+        side.wait_stream(torch.cuda.current_stream(self._index))
         with torch.cuda.stream(side):
             self._launch(self._call(None, ns=TIMED_NS), 0)  # loads the kernel
             with torch.cuda.graph(graph, stream=side):
