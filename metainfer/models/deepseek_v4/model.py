@@ -314,7 +314,6 @@ class DeepSeekV4Model:
         assert layer.compress is not None and layer.entry is not None
         rows = ops.linear_f32(x, layer.compress)  # [T, 2 C (+ 4 C' + heads)]
         kv, gate, *index = rows.split(layer.compress_rows, dim=-1)
-        where = (inputs.query_start, inputs.context_lens)
 
         def write(op: Any, kv: Tensor, gate: Tensor, parts: Any, name: str, state: str) -> None:
             pages, raw = caches[name], caches[state]
@@ -332,7 +331,8 @@ class DeepSeekV4Model:
                 groups[raw.group].slots,
                 pages,
                 groups[pages.group].slots,
-                *where,
+                inputs.query_start,
+                inputs.context_lens,
                 ratio=layer.ratio,
                 overlap=layer.index is not None,
                 eps=arch.norm_eps,
@@ -351,32 +351,29 @@ class DeepSeekV4Model:
         q = ops.linear(qr, layer.index_q).view(-1, arch.index_heads, arch.index_dim)
         q = ops.index_query(q, inputs.positions, layer.cos_sin, keys.form)
         _wait(arriving)
-        if keys.parts > 1:
-            visible = self.dealt.held((inputs.positions + 1) // layer.ratio)
-            found, values = ops.index_part(
-                q,
-                g,
-                keys,
-                groups[keys.group].pages,
-                visible,
-                inputs.query_start,
-                top_k=arch.index_topk,
-                scale=arch.index_scale,
-            )
-            own: Tensor = ops.index_merge(*self.dealt.choices(found, values), rank=self.dealt.rank)
-            return own
-        chosen: Tensor = ops.index_select(
-            q,
-            g,
-            keys,
-            groups[keys.group].pages,
-            inputs.positions,
-            *where,
-            ratio=layer.ratio,
-            top_k=arch.index_topk,
-            scale=arch.index_scale,
-        )
-        return chosen
+        return self._choose(q, g, keys, layer, inputs, ops)
+
+    def _choose(
+        self,
+        q: Tensor,
+        g: Tensor,
+        keys: Any,
+        layer: Layer,
+        inputs: SegmentInputs,
+        ops: PhaseOps,
+    ) -> Tensor:
+        """[T, top_k] entries by the indexer's queries and weights [T, heads] `g`; where `keys` are
+        dealt, those of them that are here."""
+        arch, pages = self.arch, inputs.groups[keys.group].pages
+        how: dict[str, Any] = {"top_k": arch.index_topk, "scale": arch.index_scale}
+        if keys.parts == 1:
+            where = (inputs.positions, inputs.query_start, inputs.context_lens)
+            chosen: Tensor = ops.index_select(q, g, keys, pages, *where, ratio=layer.ratio, **how)
+            return chosen
+        visible = self.dealt.held((inputs.positions + 1) // layer.ratio)
+        found, values = ops.index_part(q, g, keys, pages, visible, inputs.query_start, **how)
+        own: Tensor = ops.index_merge(*self.dealt.choices(found, values), rank=self.dealt.rank)
+        return own
 
     def _experts(
         self, x: Tensor, layer: Layer, inputs: SegmentInputs, ops: PhaseOps
