@@ -72,10 +72,11 @@ def streams() -> Report:
     copies by streams and by kernels that count, and NCCL, each row with its share of the least time
     that the link allows."""
     grids = {
-        MIB: [(8, 2), (16, 2), (12, 3), (9, 3), (16, 3), (12, 2), (6, 2), (4, 2)],
-        256 * KIB: [(16, 2), (12, 2), (8, 2), (6, 2)],
-        512 * KIB: [(16, 2), (12, 3), (8, 2), (16, 3)],
-        2 * MIB: [(16, 4), (16, 3), (12, 3), (8, 2)],
+        MIB: [(16, 8), (16, 16), (8, 8), (16, 4)],
+        256 * KIB: [(16, 4), (16, 8), (8, 4), (8, 8)],
+        512 * KIB: [(8, 4), (16, 8), (8, 8)],
+        128 * KIB: [(8, 1), (8, 4), (16, 4)],
+        2 * MIB: [(16, 8), (16, 16)],
     }
     report: Report = {"rows": {}, "wrong": []}
     end = time.monotonic() + STREAMS_S

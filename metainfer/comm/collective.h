@@ -1,7 +1,8 @@
 /* One collective as phases over the slabs, written once for CUDA blocks and host threads.
  *
  * The includer gives the work that the threads of a block share: `mi_copy` one range, `mi_spread` one
- * range to several places, `mi_many` several ranges at once, `mi_sum` and the epilogue. The sum is
+ * range to several places, `mi_many` several ranges at once, `mi_sum` and the epilogue; and MiRows, what
+ * the epilogue keeps while peers are waited for. The sum is
  * canonical: wide accumulation in rank order and one rounding, so no algorithm, size or number of
  * blocks changes a bit of it.
  */
@@ -24,8 +25,11 @@ MI_FN void mi_copy(mi_u64 to, mi_u64 from, mi_u32 bytes);
 MI_FN void mi_spread(const mi_u64 *to, mi_u32 places, mi_u64 from, mi_u32 bytes);
 MI_FN void mi_many(const MiCopies *copies);
 MI_FN void mi_sum(const MiCall *call, mi_u64 to, const mi_u64 *from, mi_u32 count);
-/* Sum, residual and norm of whole rows in one pass; 0 where that is not built and nothing was done. */
-MI_FN int mi_fused(const MiCall *call, const mi_u64 *from, mi_u32 begin, mi_u32 end);
+/* Sum, residual and norm of whole rows in one pass: what does not wait for peers, then the rest. 0 where
+ * that is not built and nothing was done. */
+MI_FN int mi_start_rows(const MiCall *call, const mi_u64 *from, mi_u32 begin, mi_u32 end,
+                        MiRows *rows);
+MI_FN void mi_finish_rows(const MiCall *call, MiRows *rows);
 MI_FN void mi_epilogue(const MiCall *call, mi_u64 begin, mi_u64 end);
 
 /* The rank `step` further on: every rank begins with another peer, so no port is everyone's first. */
@@ -139,9 +143,8 @@ MI_FN void mi_keep(const MiCall *call) {
     if (begin < end && to != from) mi_copy(to, from, (end - begin) * call->width);
 }
 
-/* One-shot: everyone sums everything. With an epilogue, in one pass where that is built. */
+/* One-shot: everyone sums everything. */
 MI_FN void mi_sum_all(const MiCall *call, const mi_u64 *from, mi_u32 begin, mi_u32 end) {
-    if (mi_hidden(call) && mi_fused(call, from, begin, end)) return;
     mi_sum(call, call->out + (mi_u64)begin * call->width, from, end - begin);
     if (mi_hidden(call)) {
         MI_SYNC();
@@ -190,6 +193,9 @@ MI_FN mi_u64 mi_collective(const MiCall *call, mi_u32 kind) {
     mi_u64 from[MI_TOP];
     mi_stripe(call, call->in_len[call->rank], &begin, &end);
     if (sums) mi_sources(call, kind, half, begin, from);
+    MiRows rows;
+    const int fused = kind == MI_SUM_ALL && mi_hidden(call) && begin < end &&
+                      mi_start_rows(call, from, begin, end, &rows);
     const mi_u64 code = mi_hear(call, calls, 0);
     if (code != MI_OK) return code;
     if (kind != MI_SUM_GATHER) mi_grid_trigger();
@@ -199,7 +205,9 @@ MI_FN mi_u64 mi_collective(const MiCall *call, mi_u32 kind) {
         mi_keep(call);
         mi_take(call, half, mi_part(call, kind, call->rank));
     } else if (sums && begin < end) {
-        if (kind == MI_SUM_ALL)
+        if (fused)
+            mi_finish_rows(call, &rows);
+        else if (kind == MI_SUM_ALL)
             mi_sum_all(call, from, begin, end);
         else
             mi_sum(call, call->out + (mi_u64)begin * call->width, from, end - begin);

@@ -4,6 +4,17 @@
 //
 // Payload moves in 16-byte packs where addresses allow. Loads of what a peer wrote are relaxed at
 // system scope, so no stale line of a first-level cache is used; flags carry the order (`slab.h`).
+#include "slab.h"
+
+// One row after another of 2-byte elements, at most four packs per lane, everything in registers. What
+// does not wait for peers is there before they are: `kept` (the residual) and weights of the first row,
+// and where this lane's first pack lies; the others follow at known distances.
+struct MiRows {
+    Pack kept[4], weight[4];
+    mi_u64 from[MI_TOP], to, residual, normed;
+    mi_u32 lane, group, packs, row, end; // packs of this lane; bytes to this row, to the end of the last
+};
+
 #include "collective.h"
 #include "elements.h"
 
@@ -215,71 +226,101 @@ __device__ __forceinline__ typename Element<Type>::Wide scale_of(const MiCall *c
     return inverse_root(add(mean, (Wide)call->eps));
 }
 
-// Rows of 2-byte elements, at most four packs per lane, everything in registers; BESIDE of them are
-// loaded together, as many as registers allow.
-#define BESIDE (MI_TOP > 4 ? 1 : 2)
-template <int Type>
-__device__ __forceinline__ int fused(const MiCall *call, const mi_u64 *from, mi_u32 begin,
-                                     mi_u32 end) {
-    typedef Values<Type> V;
-    const mi_u32 packs = call->hidden / GROUP, lane = MI_TID % LANES, group = MI_TID / LANES;
-    const mi_u64 first = begin * 2ull, to = call->out + first, residual = call->residual + first,
-                 normed = call->normed + first;
-    mi_u64 all = to | residual | call->weight | normed;
+#define PACK_STEP (LANES * 16u)
+
+__device__ __forceinline__ void load_row(MiRows *r) {
 #pragma unroll
-    for (mi_u32 r = 0; r < MI_TOP; r++)
-        if (r < mi_world(call)) all |= from[r];
+    for (mi_u32 k = 0; k < 4; k++)
+        if (k < r->packs) r->kept[k] = load_pack(r->residual + k * PACK_STEP);
+}
+
+// Whether the rows of this block can be done so.
+__device__ __forceinline__ int start_rows(const MiCall *call, const mi_u64 *from, mi_u32 begin,
+                                          mi_u32 end, MiRows *r) {
+    const mi_u32 packs = call->hidden / GROUP;
+    mi_u32 lane = MI_TID % LANES, group = MI_TID / LANES;
+    mi_u64 all = (call->out + begin * 2ull) | (call->residual + begin * 2ull) |
+                 (call->normed + begin * 2ull) | call->weight;
+#pragma unroll
+    for (mi_u32 p = 0; p < MI_TOP; p++)
+        if (p < mi_world(call)) all |= from[p];
     if (call->hidden % GROUP || packs > 4 * LANES || (all & 15)) return 0;
-    mi_u32 turn = 0;
-    for (mi_u32 row = group * call->hidden; row < end - begin;
-         row += MI_THREADS / LANES * call->hidden) {
-        Pack kept[4], weight[4];
+    r->row = group * call->hidden * 2;
+    r->end = (end - begin) * 2;
+    r->packs = r->row < r->end && lane < packs ? (packs - lane + LANES - 1) / LANES : 0;
+    const mi_u64 at = begin * 2ull + r->row + lane * 16;
+    r->to = call->out + at;
+    r->residual = call->residual + at;
+    r->normed = call->normed + at;
+    MI_NOW(r->to);
+    MI_NOW(r->normed);
+    now(&lane);
+    now(&group);
+    r->lane = lane, r->group = group;
+#pragma unroll
+    for (mi_u32 p = 0; p < MI_TOP; p++) {
+        r->from[p] = from[p] + r->row + lane * 16;
+        MI_NOW(r->from[p]);
+    }
+#pragma unroll
+    for (mi_u32 k = 0; k < 4; k++)
+        if (k < r->packs) r->weight[k] = load_pack(call->weight + lane * 16 + k * PACK_STEP);
+    load_row(r);
+    return 1;
+}
+
+// BESIDE packs of every rank are loaded together, as many as registers allow.
+#define BESIDE (MI_TOP > 4 ? 1 : 2)
+template <int Type> __device__ __forceinline__ void finish_rows(const MiCall *call, MiRows *r) {
+    typedef Values<Type> V;
+    for (mi_u32 turn = 0; r->row < r->end; turn++) {
         float square = 0;
 #pragma unroll
-        for (int some = 0; some < 4; some += BESIDE) {
-            if (some * LANES >= packs) break;
+        for (mi_u32 some = 0; some < 4; some += BESIDE) {
+            if (some >= r->packs) break;
             Pack p[BESIDE][MI_TOP];
 #pragma unroll
-            for (int k = 0; k < BESIDE; k++) {
-                const mi_u32 j = lane + (some + k) * LANES;
-                if (j >= packs) break;
-                load_packs(call, from, (row + j * GROUP) * 2, p[k]);
-                kept[some + k] = load_pack(residual + (row + j * GROUP) * 2);
-                weight[some + k] = load_pack(call->weight + j * 16);
-            }
+            for (mi_u32 k = 0; k < BESIDE; k++)
+                if (some + k < r->packs) load_packs(call, r->from, (some + k) * PACK_STEP, p[k]);
 #pragma unroll
-            for (int k = 0; k < BESIDE; k++) {
-                const mi_u32 j = lane + (some + k) * LANES;
-                if (j >= packs) break;
-                Pack y = add_packs<Type>(call, p[k]), r = V::added(y, kept[some + k]);
+            for (mi_u32 k = some; k < some + BESIDE; k++) {
+                if (k >= r->packs) break;
+                Pack y = add_packs<Type>(call, p[k - some]), sum = V::added(y, r->kept[k]);
                 float x[GROUP];
-                V::unpack(r, x);
-                if (V::unsettled(x)) { // as they are where the sum alone is a NaN
+                V::unpack(sum, x);
+                if (V::unsettled(x)) { // as they are where y alone is a NaN
                     V::settle(&y);
-                    V::settle(&r);
-                    V::unpack(r, x);
+                    V::settle(&sum);
+                    V::unpack(sum, x);
                 }
-                kept[some + k] = r;
-                store_pack(to + (row + j * GROUP) * 2, y);
-                store_pack(residual + (row + j * GROUP) * 2, r);
+                r->kept[k] = sum;
+                store_pack(r->to + k * PACK_STEP, y);
+                store_pack(r->residual + k * PACK_STEP, sum);
 #pragma unroll
                 for (int i = 0; i < (int)GROUP; i++) square = add(square, mul(x[i], x[i]));
             }
         }
-        const float scale = scale_of<Type>(call, square, lane, group, turn++);
+        const float scale = scale_of<Type>(call, square, r->lane, r->group, turn);
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const mi_u32 j = lane + k * LANES;
-            if (j >= packs) break;
+        for (mi_u32 k = 0; k < 4; k++) {
+            if (k >= r->packs) break;
             float x[GROUP], w[GROUP];
-            V::unpack(kept[k], x);
-            V::unpack(weight[k], w);
+            V::unpack(r->kept[k], x);
+#pragma unroll
+            for (int i = 0; i < 4; i++) now(&r->weight[k].w[i]); // or it is unpacked before peers' packs
+            V::unpack(r->weight[k], w);
 #pragma unroll
             for (int i = 0; i < (int)GROUP; i++) x[i] = mul(mul(x[i], scale), w[i]);
-            store_pack(normed + (row + j * GROUP) * 2, V::pack(x));
+            store_pack(r->normed + k * PACK_STEP, V::pack(x));
         }
+        const mi_u32 step = MI_THREADS / LANES * call->hidden * 2;
+        r->row += step;
+        if (r->row >= r->end) return;
+        r->to += step, r->residual += step, r->normed += step;
+#pragma unroll
+        for (mi_u32 p = 0; p < MI_TOP; p++) r->from[p] += step;
+        load_row(r);
     }
-    return 1;
 }
 
 // Any type, width and alignment, from the reduced output; also what two-shot ends with.
@@ -330,10 +371,14 @@ MI_FN void mi_ahead(const MiCall *call) {
     for (mi_u32 at = MI_TID * 128; at < mi_hidden(call) * call->width; at += MI_THREADS * 128)
         prefetch(call->weight + at);
 }
-MI_FN int mi_fused(const MiCall *call, const mi_u64 *from, mi_u32 begin, mi_u32 end) {
-    if (mi_type(call) == MI_BF16) return fused<MI_BF16>(call, from, begin, end);
-    if (mi_type(call) == MI_F16) return fused<MI_F16>(call, from, begin, end);
-    return 0;
+MI_FN int mi_start_rows(const MiCall *call, const mi_u64 *from, mi_u32 begin, mi_u32 end,
+                        MiRows *rows) {
+    if (mi_type(call) != MI_BF16 && mi_type(call) != MI_F16) return 0;
+    return start_rows(call, from, begin, end, rows);
+}
+MI_FN void mi_finish_rows(const MiCall *call, MiRows *rows) {
+    if (mi_type(call) == MI_BF16) finish_rows<MI_BF16>(call, rows);
+    if (mi_type(call) == MI_F16) finish_rows<MI_F16>(call, rows);
 }
 MI_FN void mi_epilogue(const MiCall *call, mi_u64 begin, mi_u64 end) {
 #define STEP(type) rows<type>(call, begin, end)

@@ -4,6 +4,12 @@
  * rounding; a NaN in the result is the one quiet NaN of its type, because processors differ in which
  * payload they keep.
  */
+#include "slab.h"
+
+typedef struct {
+    int none;
+} MiRows;
+
 #include "collective.h"
 
 #include <math.h>
@@ -22,10 +28,12 @@ MI_FN void mi_many(const MiCopies *copies) {
 MI_FN void mi_spread(const mi_u64 *to, mi_u32 places, mi_u64 from, mi_u32 bytes) {
     for (mi_u32 i = 0; bytes && i < places; i++) mi_copy(to[i], from, bytes);
 }
-MI_FN int mi_fused(const MiCall *call, const mi_u64 *from, mi_u32 begin, mi_u32 end) {
-    (void)call, (void)from, (void)begin, (void)end;
+MI_FN int mi_start_rows(const MiCall *call, const mi_u64 *from, mi_u32 begin, mi_u32 end,
+                        MiRows *rows) {
+    (void)call, (void)from, (void)begin, (void)end, (void)rows;
     return 0; /* the cache makes a second pass cheap */
 }
+MI_FN void mi_finish_rows(const MiCall *call, MiRows *rows) { (void)call, (void)rows; }
 
 static inline float bf16_wide(mi_u16 x) {
     union { mi_u32 u; float f; } v = {(mi_u32)x << 16};
