@@ -104,7 +104,7 @@ def streams() -> Report:
             how = f"by_streams={by_streams}"
             group.call("shape", "copy", {"by_streams": by_streams})
             verify("copy", "copy", [2, 5 * MIB + 6])
-            for mib in (16, 64, 4, 8, 32) if by_streams else (16, 64, 4):
+            for mib in (64, 16, 4, 8, 32) if by_streams else (64, 16, 4):
                 row("copy", "copy", mib * MIB, False, how)
         group.call("shape", "copy", {"by_streams": True})
         for piece in (MIB, 2 * MIB, 8 * MIB):
