@@ -426,12 +426,13 @@ extern "C" __global__ void mi_await(const mi_u64 *at, mi_u64 value, const mi_u64
 
 // call.out = sum over ranks of call.slab[r], in_len[0] elements, rank order; grid of any size.
 extern "C" __global__ void __launch_bounds__(512, 1) mi_add(const __grid_constant__ MiCall call) {
-    mi_u64 begin, end, from[MI_TOP];
-    mi_share(call.in_len[0], call.unit, &begin, &end);
+    mi_u32 begin, end;
+    mi_u64 from[MI_TOP];
+    mi_stripe(&call, call.in_len[0], &begin, &end);
     if (begin >= end) return;
 #pragma unroll
-    for (int r = 0; r < MI_TOP; r++) from[r] = call.slab[r] + begin * call.width;
-    mi_sum(&call, call.out + begin * call.width, from, end - begin);
+    for (int r = 0; r < MI_TOP; r++) from[r] = call.slab[r] + (mi_u64)begin * call.width;
+    mi_sum(&call, call.out + (mi_u64)begin * call.width, from, end - begin);
 }
 
 // A slab that has made `calls` calls.

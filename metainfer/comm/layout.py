@@ -71,7 +71,7 @@ class Call(ctypes.Structure):
         *[(name, _u64 * WORLD) for name in ("slab", "in_begin", "in_len", "out_begin", "out_len")],
         *[(name, _u64) for name in ("input", "output", "side_in", "side_out", "residual")],
         *[(name, _u64) for name in ("weight", "normed", "error", "state", "slot_bytes", "stride")],
-        *[(name, _u64) for name in ("second", "unit", "stripe", "budget_ns", "plan")],
+        *[(name, _u64) for name in ("second", "stripe", "budget_ns", "plan")],
         *[(name, _u32) for name in ("rank", "world", "kind", "type", "width", "shared", "same")],
         *[(name, _u32) for name in ("dry", "side", "hidden")],
         ("eps", ctypes.c_float),

@@ -66,16 +66,16 @@ typedef struct {
 
 /* One call of one rank. Addresses are as this rank sees them; counts are in elements. Rank p gets
  * in[in_begin[p] .. + in_len[p]); out[out_begin[p] .. + out_len[p]) comes from rank p, or is summed
- * by it. `unit`: elements that stay in one block; `stripe`: those of a block, whole units. `same`: every peer gets the same range. `stride`:
- * bytes between the parts of different peers in a shared slot. `second`: byte offset in a slot of
- * what phase 1 carries. `state`: the call counter, with the arrivals MI_ARRIVED_AFTER further on, in
- * memory that this rank's processor counts in. `lag`: groups of blocks push one after another, so that
- * one group reads while the next writes and both directions of a link are busy; 0: all at once. */
+ * by it. `stripe`: elements of a block. `same`: every peer gets the same range. `stride`: bytes
+ * between the parts of different peers in a shared slot. `second`: byte offset in a slot of what
+ * phase 1 carries. `state`: the call counter, with the arrivals MI_ARRIVED_AFTER further on, in
+ * memory that this rank's processor counts in. `lag`: groups of blocks push one after another, so
+ * that one group reads while the next writes and both directions of a link are busy; 0: all at once. */
 typedef struct {
     mi_u64 slab[MI_WORLD];
     mi_u64 in_begin[MI_WORLD], in_len[MI_WORLD], out_begin[MI_WORLD], out_len[MI_WORLD];
     mi_u64 in, out, side_in, side_out, residual, weight, normed, error, state;
-    mi_u64 slot_bytes, stride, second, unit, stripe, budget_ns, plan;
+    mi_u64 slot_bytes, stride, second, stripe, budget_ns, plan;
     mi_u32 rank, world, kind, type, width, shared, same, dry, side, hidden;
     float eps;
     mi_u32 lag;
@@ -170,14 +170,6 @@ MI_FN void mi_stripe(const MiCall *call, mi_u64 len, mi_u32 *begin, mi_u32 *end)
     const mi_u32 n = (mi_u32)len, step = (mi_u32)call->stripe, a = MI_BID * step;
     *begin = a < n ? a : n;
     *end = n - *begin < step ? n : *begin + step;
-}
-
-/* An even share of `len` elements for each block, whole units: where nobody has set a stripe. */
-MI_FN void mi_share(mi_u64 len, mi_u64 unit, mi_u64 *begin, mi_u64 *end) {
-    const mi_u32 n = (mi_u32)len, u = (mi_u32)unit, units = (n + u - 1) / u;
-    const mi_u32 a = units * MI_BID / MI_GRID * u, b = units * (MI_BID + 1) / MI_GRID * u;
-    *begin = a < n ? a : n;
-    *end = b < n ? b : n;
 }
 
 #define MI_PUSHED(call, calls) ((mi_u32 *)mi_word((call)->state, MI_PUSHED_AFTER + ((calls)&1) * 32))

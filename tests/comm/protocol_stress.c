@@ -63,7 +63,6 @@ static void prepare(mi_u32 rank, mi_u64 call) {
     c->same = kind != MI_SUM_GATHER;
     c->slot_bytes = SLOT;
     c->second = SLOT / 2;
-    c->unit = 4;
     c->budget_ns = skip ? 300000000ull : 60000000000ull;
     c->plan = mix(kind * 1000 + n) & 0xffffff;
     c->side = 4;

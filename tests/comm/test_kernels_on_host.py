@@ -229,7 +229,8 @@ def test_the_sum_of_copied_pieces(built: Path, seed: int) -> None:
     request = Request(op=Op.ALL_REDUCE, count=1003, dtype="bfloat16", world=world)
     parts = inputs(request, seed)
     out = torch.zeros(1003, dtype=torch.bfloat16)
-    call = Call(world=world, type=layout.TYPES["bfloat16"], width=2, unit=8, output=out.data_ptr())
+    kind = layout.TYPES["bfloat16"]
+    call = Call(world=world, type=kind, width=2, stripe=1008, output=out.data_ptr())
     call.slab[:world] = [part.data_ptr() for part in parts]
     call.in_len[0] = 1003
     assert ctypes.CDLL(str(built)).run_block(ctypes.byref(call), 64, 1, 0, 1) == 0

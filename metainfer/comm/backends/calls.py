@@ -123,7 +123,6 @@ class Caller:
             same=piece.same,
             stride=piece.stride,
             second=piece.second,
-            unit=piece.unit,
             slot_bytes=self.slots.bytes,
             plan=plan.plan_id,
             error=self._error,

@@ -286,7 +286,8 @@ class Order:
             return
         sums, width, kind = self._means.sums, self._cut.width, self._cut.type
         self._steps.follow(sums, self._mark(self._means.up))
-        call = Call(world=self._world, type=kind, width=width, unit=16 // width)
+        stripe = -(-size // (16 * _ADD_BLOCKS)) * 16 // width  # whole packs
+        call = Call(world=self._world, type=kind, width=width, stripe=stripe)
         call.in_len[0] = size // width
         slabs = ctypes.addressof(call) + Call.slab.offset
         fields = {slabs + 8 * place: source for place, source in enumerate(sources)}
