@@ -79,11 +79,7 @@ class Census:
         """Site -> rows and columns that a share must hold whole, as the weights are stored."""
         found: dict[str, tuple[int, int]] = {}
         for each in self.matrices:
-            block = (1, 1)
-            if each.scheme in FORMATS:
-                block = FORMATS[each.scheme].block
-            elif each.scheme in BLOCKS:
-                block = (1, BLOCKS[each.scheme][0])
+            block = _block(each.scheme)
             before = found.get(each.site, (1, 1))
             found[each.site] = (max(before[0], block[0]), max(before[1], block[1]))
         return found
@@ -210,6 +206,13 @@ def _read_before(
     return False
 
 
+def _block(scheme: str) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    if scheme in FORMATS:
+        return FORMATS[scheme].block
+    return (1, BLOCKS[scheme][0]) if scheme in BLOCKS else (1, 1)
+
+
 def _bytes(each: Stored, packing: Layout, width: int, kind: Cut, parts: int) -> int:
     n, k, count, bias = each.n, each.k, each.count, each.bias * each.n * width
 
@@ -218,11 +221,11 @@ def _bytes(each: Stored, packing: Layout, width: int, kind: Cut, parts: int) -> 
             return n * k * width
         return packing.nbytes(each.scheme, n, k)
 
-    uneven = each.scheme not in FORMATS and each.scheme not in BLOCKS
     if kind in (Cut.ROWS, Cut.COLUMNS):
-        extent = n if kind is Cut.ROWS else k
+        extent, axis = (n, 0) if kind is Cut.ROWS else (k, 1)
         parts, unit = each.pieces(extent, parts)
-        if uneven or extent % (parts * unit) == 0:
+        filled = unit % _block(each.scheme)[axis] == 0  # the last part is, up to the largest
+        if filled or extent % (parts * unit) == 0:
             largest = -(-extent // (parts * unit)) * unit  # which all ranks allocate
             if kind is Cut.COLUMNS:
                 return count * nbytes(n, largest) + bias

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from torch import Tensor
 from metainfer.comm.peers import Place
 from metainfer.core.plan import LayoutPlan
 from metainfer.executor.loading import RankPart, load_weights, part_of
-from metainfer.formats.quant import RawTensor, Stored
+from metainfer.formats.quant import RawTensor, Stored, quantise
 from metainfer.kernels.impl import Layout
 from metainfer.models.arch import WeightSpec
 from metainfer.models.dense.arch import DenseArch, read_arch
@@ -55,6 +56,14 @@ class Numbered:
         """[heads, D, ...] of a projection of layer 0."""
         found = self.tensors[f"model.layers.0.self_attn.{name}"]
         return found.view(-1, WIDTH, *found.shape[1:])
+
+
+class InBlocks(Numbered):
+    """Its matrices in Q8_0."""
+
+    def read(self, name: str) -> Stored:
+        values = self.tensors[name]
+        return quantise(values, "Q8_0") if values.dim() > 1 else super().read(name)
 
 
 def wanted(source: Numbered, rank: int, copies: int, group: int, what: str) -> Tensor:
@@ -130,3 +139,24 @@ def test_quantised_copies_are_counted_as_they_are_held() -> None:
         if row.item == "linear.qkv"
     ]  # fmt: skip
     assert held == (2 + 1 + 1) * WIDTH * (64 // 32 * 34 + 4)  # and a bias each
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "ranks"), [(3, 3, 2), (2, 3, 4)])
+def test_heads_filled_up_are_counted_as_they_are_held(
+    kv_heads: int, group: int, ranks: int
+) -> None:
+    """Blocks of 32 along K, heads of 64: parts of any number of heads are whole blocks."""
+    arch = replace(model(kv_heads, group), head_dim=64, hidden=64)
+    layout, packing = LayoutPlan(name="tp", tensor=ranks), {"weight": DENSE}
+    sites = {"linear.qkv": (1, 32), "linear.o": (1, 32)}
+    assert arch.layout_objections(layout, sites).accepted
+    rows = weight_rows(census(arch, lambda name: "Q8_0"), packing, "float32", layout)
+    counted = {row.item: row.bytes for row in rows}
+    shard = partial(_part, arch, layout, Place(layout, 0))
+    found = load_weights(
+        arch, InBlocks(arch), packing, dtype=torch.float32, device=CPU,
+        shard=shard, only=lambda spec: spec.site in sites,
+    )  # fmt: skip
+    for weight in found.packed.values():
+        assert counted[weight.site] == weight.nbytes
+    assert len(found.packed) == len(sites)
