@@ -2,41 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from metainfer.core.errors import ModelError
+from metainfer.executor.loading import RankPart, Sharding, shard_of_tensor
 from metainfer.formats.adapters import WEIGHTS_NAME, Adapter
 from metainfer.formats.checkpoint import Checkpoint
+from metainfer.formats.extents import Shard
 from metainfer.formats.quant import dequantise
+from metainfer.models.arch import Cut, WeightSpec
 from metainfer.models.common.adapters import AdapterSet, AdapterSite
 from metainfer.models.common.lowrank import LowRankPairs
 
 
 def load_adapters(
-    adapters: AdapterSet, *, dtype: torch.dtype, device: torch.device
-) -> dict[str, LowRankPairs]:
-    """The pairs by `WeightSpec.name`, in the model's dtype.
+    adapters: AdapterSet,
+    own: AdapterSet,
+    specs: Sequence[WeightSpec],
+    shards: Sequence[Sharding],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[list[dict[str, LowRankPairs]], int]:
+    """The pairs by `WeightSpec.name`, in the model's dtype, and the bytes that they hold.
+
+    `adapters` of the whole model, `own` of one rank; one mapping for each of `shards`, the parts of
+    the matrices `specs` that are here. Parts share what their matrices' cut leaves whole.
 
     Raises:
         ModelError: a file changed since its header was read, or holds NaN or infinity.
     """
     files = [Checkpoint.open(each.folder / WEIGHTS_NAME) for each in adapters.adapters]
-    loaded = {}
-    for site in adapters.sites:
-        pairs = _empty(site, len(files), dtype)
+    named, held = {spec.name: spec for spec in specs}, 0
+    parts: list[dict[str, LowRankPairs]] = [{} for _ in shards]
+    for site, mine in zip(adapters.sites, own.sites, strict=True):
+        whole = _empty(site, len(files), dtype)
         for place, (adapter, file) in enumerate(zip(adapters.adapters, files, strict=True)):
-            _fill(pairs, site, place, adapter, file)
-        loaded[site.weight] = LowRankPairs(
-            site.site,
-            pairs.a.to(device),
-            pairs.b.to(device),
-            pairs.scale.to(device),
-            site.spans,
-        )
+            _fill(whole, site, place, adapter, file)
+        whole = replace(whole, scale=whole.scale.to(device))
+        spec, moved = named[site.weight], dict[int, Tensor]()
+        cuts = [_cut(whole, site, mine, spec, shard(spec)) for shard in shards]
+        for tensor in (tensor for cut in cuts for tensor in (cut.a, cut.b)):
+            if id(tensor) not in moved:
+                moved[id(tensor)] = tensor.to(device)
+        for part, cut in zip(parts, cuts, strict=True):
+            part[site.weight] = replace(cut, a=moved[id(cut.a)], b=moved[id(cut.b)])
+        held += whole.scale.nbytes + sum(tensor.nbytes for tensor in moved.values())
     for file in files:
         file.close()
-    return loaded
+    return parts, held
+
+
+def _cut(
+    whole: LowRankPairs, site: AdapterSite, own: AdapterSite, spec: WeightSpec, mine: RankPart
+) -> LowRankPairs:
+    """One rank's part beside its part of a matrix. A product's rows are those of B, its columns
+    those of A; the sum over ranks that the columns' parts need is that of the matrix's own."""
+    if mine.parts == 1:
+        return whole
+    if mine.cut is Cut.COLUMNS:
+        shard = shard_of_tensor(site.inner, mine, spec, 0, spec.tensors[0])
+        return replace(whole, a=_narrow(whole.a, 3, shard))
+    found, at = [], 0
+    for module, (_, width) in zip(site.modules, site.spans, strict=True):
+        name = f"{module}.weight"
+        shard = shard_of_tensor(width, mine, spec, spec.tensors.index(name), name)
+        found.append(_narrow(whole.b[at : at + width], 0, shard))
+        at += width
+    return replace(whole, b=torch.cat(found), spans=own.spans)
+
+
+def _narrow(tensor: Tensor, dim: int, shard: Shard) -> Tensor:
+    """A shard of one dimension; zeros where the rank's part is filled up."""
+    shape = list(tensor.shape)
+    shape[dim] = shard.extent.executed
+    found = tensor.new_zeros(shape)
+    held = shard.extent.logical
+    found.narrow(dim, 0, held).copy_(tensor.narrow(dim, shard.start, held))
+    return found
 
 
 def _empty(site: AdapterSite, count: int, dtype: torch.dtype) -> LowRankPairs:

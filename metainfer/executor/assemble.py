@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,21 +15,23 @@ from metainfer.core.plan import Plan
 from metainfer.executor.adapters import load_adapters
 from metainfer.executor.dealt import dealt_chunks, own_parts
 from metainfer.executor.loading import (
-    WHOLE,
+    LoadedWeights,
     Progress,
-    RankPart,
     TensorSource,
     load_parts,
     load_weights,
-    part_of,
+    shard_at,
+    shards_held,
 )
 from metainfer.executor.local import LocalExecutor, LocalParts
-from metainfer.executor.prompts import MakeDrafts, prompt_ranks
+from metainfer.executor.model_drafts import ModelDrafts
+from metainfer.executor.prompts import PromptRanks, prompt_ranks
 from metainfer.kernels.impl import resolve_attribute
 from metainfer.kernels.registry import Registry
 from metainfer.kernels.table import OpTable, Trace
 from metainfer.kv.store.pools import KVStore
-from metainfer.models.arch import Arch, WeightSpec
+from metainfer.models.arch import Arch
+from metainfer.models.common.spread import Part
 from metainfer.models.registry import family_of
 from metainfer.planner.drafts import MODEL
 from metainfer.planner.resolve import Resolved
@@ -73,7 +75,7 @@ def assemble(
         dtype=dtype,
         device=device,
         progress=progress,
-        shard=_shard(arch, place),
+        shard=shard_at(arch, place),
     )
     parts = load_parts(arch, source, layouts, weights, place, dtype=dtype, device=device)
     phase("model")
@@ -83,18 +85,18 @@ def assemble(
     model: Any = resolve_attribute(family.build)(
         own, weights.packed, weights.plain, max_positions=positions, device=device, ranks=ranks
     )
-    adapted = _use_adapters(model, arch, dtype, device)
     _tell(model, plan, device)
     phase("cache")
     store = KVStore(resolved.sizes, device)
     ops = OpTable(resolved.selection, trace)
     groups = own_parts(resolved.groups, ranks)
     prompts = prompt_ranks(model, parts, store, groups, place, ranks, device, plan)
+    adapted = _use_adapters(model, prompts, arch, own, place, device, dtype)
     drafter = None
     if plan.draft.method == MODEL:
-        make = _drafter_of(family.drafter, store.layers[arch.layers], ops)
-        drafter = make(model, weights.packed, weights.plain)
-        prompts = prompts and prompts.drafted_by(make, parts, drafter)
+        # Its caches follow those of the model's layers.
+        own_cache = store.layers[arch.layers]
+        drafter, prompts = _drafting(family.drafter, model, prompts, weights, parts, own_cache, ops)
     return LocalExecutor(
         LocalParts(
             model=model,
@@ -110,7 +112,7 @@ def assemble(
             graphs=plan.graphs,
             drafts=plan.draft.depth,
             model_drafts=drafter,
-            adapters=arch.adapters.count if arch.adapters else 0,
+            adapters=len(plan.adapters),
             prompts=prompts,
             dealt=dealt_chunks(model, groups, layout, ranks, device),
             overlap=plan.overlap,
@@ -122,26 +124,48 @@ def assemble(
     )
 
 
-def _shard(arch: Arch, place: Place | None) -> Callable[[WeightSpec], RankPart]:
-    """What of each weight the rank at `place` holds."""
-    if place is None:
-        return lambda spec: WHOLE
-    return lambda spec: part_of(arch.cut(spec, place.layout.decoding), place)
-
-
-def _use_adapters(model: Any, arch: Arch, dtype: torch.dtype, device: torch.device) -> int:
-    """Load the adapters of a model that has any; their bytes."""
-    if arch.adapters is None:
+def _use_adapters(
+    model: Any,
+    prompts: PromptRanks | None,
+    arch: Arch,
+    own: Arch,
+    place: Place | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> int:
+    """Load the adapters of a model that has any, beside the parts of it that are here; their bytes.
+    `own`: one rank's."""
+    if arch.adapters is None or own.adapters is None:
         return 0
-    adapters = load_adapters(arch.adapters, dtype=dtype, device=device)
-    model.use_adapters(adapters)
-    return sum(pairs.nbytes for pairs in adapters.values())
+    parts, held = load_adapters(
+        arch.adapters,
+        own.adapters,
+        arch.packed_weights(),
+        shards_held(arch, place),
+        dtype=dtype,
+        device=device,
+    )
+    if prompts is not None:
+        prompts.model.use_adapters(parts)
+    mine = place.rank % len(parts) if place is not None else 0
+    model.use_adapters([parts[mine]])
+    return held
 
 
-def _drafter_of(name: str, cache: Mapping[str, Any], ops: OpTable) -> MakeDrafts:
-    """What makes a family's drafter. Its caches follow those of the model's layers."""
+def _drafting(
+    name: str,
+    model: Any,
+    prompts: PromptRanks | None,
+    weights: LoadedWeights,
+    parts: Sequence[Part],
+    cache: Mapping[str, Any],
+    ops: OpTable,
+) -> tuple[ModelDrafts, PromptRanks | None]:
+    """A family's drafter by `name` beside `model`, and beside what computes chunks; one cache."""
     drafter: Any = resolve_attribute(name)
-    return partial(drafter, cache=cache, table=ops)
+    make = partial(drafter, cache=cache, table=ops)
+    found = make(model, weights.packed, weights.plain)
+    return found, prompts and prompts.drafted_by(make, parts, found)
 
 
 def _use_threads(plan: Plan, device: torch.device) -> None:

@@ -58,7 +58,7 @@ class HostInputs:
             move(self.context_lens),
             groups,
             None if self.every_row else move(self.logit_rows),
-            None if self.adapters is None else _adapter_rows(self.adapters, move),
+            None if self.adapters is None else adapter_rows(self.adapters, move),
         )
 
     @property
@@ -128,7 +128,7 @@ def adapter_places(runs: Sequence[TokenRun], table: SlotTable) -> Ints | None:
     return np.repeat(np.array(places, np.int64), [len(run.tokens) for run in runs])
 
 
-def _adapter_rows(places: Ints, move: Callable[[Ints], torch.Tensor]) -> AdapterRows:
+def adapter_rows(places: Ints, move: Callable[[Ints], torch.Tensor]) -> AdapterRows:
     """The same on the device, sorted by adapter while the host knows them."""
     groups = groups_of(torch.from_numpy(places))
     moved = tuple(

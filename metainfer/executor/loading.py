@@ -68,6 +68,21 @@ def part_of(cut: tuple[Cut, int], place: Place) -> RankPart:
     return RankPart(kind, place.rank % parts, parts)
 
 
+def shard_at(arch: Arch, place: Place | None) -> Sharding:
+    """What of each weight the rank at `place` holds, as decodes have it."""
+    if place is None:
+        return lambda spec: WHOLE
+    return lambda spec: part_of(arch.cut(spec, place.layout.decoding), place)
+
+
+def shards_held(arch: Arch, place: Place | None) -> list[Sharding]:
+    """Of a pair, whose chunks need all parts of a domain: as each of its ranks holds them, in rank
+    order; else as the rank at `place` does."""
+    if place is None or place.layout.prefill == 1:
+        return [shard_at(arch, place)]
+    return [shard_at(arch, replace(place, rank=rank)) for rank in range(place.layout.tensor)]
+
+
 @dataclass(slots=True)
 class LoadedWeights:
     """`packed` and `plain` by `WeightSpec.name`. `beside`: bytes of other ranks' parts that are
@@ -154,10 +169,9 @@ def load_parts(
         return arch.cut(spec, layout)[0] is Cut.WHOLE is not arch.cut(spec, decoding)[0]
 
     parts: list[Part] = []
-    for rank in range(layout.tensor):
+    for rank, other in enumerate(shards_held(arch, place)):
         packed, plain = dict(own.packed), dict(own.plain)
         if rank != place.rank % layout.tensor:
-            other = partial(_part_of, arch, replace(place, layout=decoding, rank=rank))
             found = load_weights(
                 arch, source, layouts, dtype=dtype, device=device, shard=other, only=beside
             )
@@ -166,10 +180,6 @@ def load_parts(
             own.beside += found.nbytes
         parts.append((packed, plain))
     return parts
-
-
-def _part_of(arch: Arch, place: Place, spec: WeightSpec) -> RankPart:
-    return part_of(arch.cut(spec, place.layout), place)
 
 
 def _in_order(
@@ -227,22 +237,19 @@ def _cut(raw: Stored, name: str, mine: RankPart, spec: WeightSpec, tensor: int) 
     if mine.cut not in ("rows", "columns") or mine.parts == 1:
         return raw
     dim = 0 if mine.cut == "rows" else 1
-    shard_of = partial(
-        _shard,
-        raw.shape[dim],
-        mine,
-        spec.unit_of(tensor),
-        spec.grain_of(tensor),
-        what=f"{mine.cut} of {name}",
-    )
+    shard_of = partial(shard_of_tensor, raw.shape[dim], mine, spec, tensor, name)
     if isinstance(raw, BlockTensor):
         return take(raw, dim, shard_of(raw.format.block[dim]))
     return take_raw(raw, dim, shard_of(BLOCKS.get(raw.scheme, (1, 1))[0] if dim else 1))
 
 
-def _shard(extent: int, mine: RankPart, unit: int, grain: int, block: int, *, what: str) -> Shard:
-    """A rank's part in whole units, or where ranks are more, of one unit: its part in whole grains,
-    or all of it where it is one grain. Cuts fall between blocks of `block`."""
+def shard_of_tensor(
+    extent: int, mine: RankPart, spec: WeightSpec, tensor: int, name: str, block: int = 1
+) -> Shard:
+    """A rank's part of the rows or columns of a weight's `tensor`: in whole units, or where ranks
+    are more, of one unit: its part in whole grains, or all of it where it is one grain. Cuts fall
+    between blocks of `block`."""
+    unit, grain, what = spec.unit_of(tensor), spec.grain_of(tensor), f"{mine.cut} of {name}"
     units, part, parts = extent // unit, mine.part, mine.parts
     first = 0
     if parts > units:

@@ -65,7 +65,7 @@ class PromptDrafts:
         ops: PhaseOps,
     ) -> None:
         """As `model_drafts.propose`; `results` are of the runs of this rank's domain."""
-        rows, next_ids = chunk.rows, self._next_ids(segment, chunk.rows, table)
+        rows, next_ids = chunk.rows, self._next_ids(chunk.rows, table)
         left = self.reader.read(
             DraftStep(inputs=chunk.inputs, hidden=chunk.hidden, next_ids=next_ids, ops=ops)
         )
@@ -91,16 +91,14 @@ class PromptDrafts:
         )
         keep(self.drafter, starts, slots, table)
 
-    def _next_ids(self, segment: Segment, rows: Rows, table: SlotTable) -> Ints:
+    def _next_ids(self, rows: Rows, table: SlotTable) -> Ints:
         """The id after each of this rank's rows: the next of its run, or what follows the run."""
         follows = np.zeros(len(rows.runs), np.int64)
         for number, each in enumerate(rows.runs):
             if each.own:
                 known = table.states[each.run.slot].tokens
                 follows[number] = known[each.end] if each.end < len(known) else 0
-        if len(segment.ranks) > 1:
-            every = self._gather(self._numbers(follows)).view(-1, len(follows)).cpu().numpy()
-            follows = every[[each.keeper for each in rows.runs], np.arange(len(follows))]
+        follows = rows.told(follows, lambda own: self._gather(self._numbers(own)).cpu().numpy())
         following = [
             [*each.run.tokens[1:], follow]
             for each, follow in zip(rows.runs, follows.tolist(), strict=True)

@@ -15,8 +15,9 @@ from torch import Tensor
 from metainfer.comm.peers import Peers, Place, Ranks
 from metainfer.comm.side import Turns
 from metainfer.core.plan import LayoutPlan, Plan
-from metainfer.core.step import ALL_LAYERS, RunResult, Segment
+from metainfer.core.step import ALL_LAYERS, NO_ADAPTER, RunResult, Segment
 from metainfer.executor.halves import halves_of
+from metainfer.executor.inputs import adapter_rows
 from metainfer.executor.model_drafts import ModelDrafts
 from metainfer.executor.prompt_drafts import Computed, PromptDrafts
 from metainfer.executor.sampler import fail_silent, finish_runs
@@ -39,8 +40,8 @@ class PromptRanks:
     """`model` has whole matrices, in `parts` parts; `decoder` is the model of decodes, whose head
     makes logits. `peers` share the rows; `domain`: this rank's, of `domains`. Chunks of at least
     `halves` tokens are computed as two halves in `turns`, of at least `beside` whole with what goes
-    between ranks beside them; 0: none. `moved`: bytes that came from
-    others, by what they were. `drafts`: what drafts behind chunks."""
+    between ranks beside them; 0: none. `moved`: bytes that came from others, by what they were.
+    `drafts`: what drafts behind chunks. `adapters`: how many are loaded."""
 
     model: Any
     decoder: Any
@@ -58,6 +59,7 @@ class PromptRanks:
     turns: Turns
     moved: Counter[str] = field(default_factory=Counter)
     drafts: PromptDrafts | None = None
+    adapters: int = 0
 
     def run(
         self, segment: Segment, slots: SlotTable, ops: PhaseOps, *, guard: bool
@@ -146,6 +148,7 @@ class PromptRanks:
             for part in range(apart)
         ] * (self.parts // apart)
         positions = rows.padded(rows.positions[rows.begin : rows.end], 0)
+        places = self._places(rows, slots)
         starts = begins - rows.begin if len(pieces) else np.zeros(1, np.int64)
         return SegmentInputs(
             to_device(rows.ids(), self.device),
@@ -154,8 +157,24 @@ class PromptRanks:
             to_device(lens.astype(np.int32), self.device),
             groups,
             None,
+            None if places is None else adapter_rows(places, lambda x: to_device(x, self.device)),
             spread=Spread(self.peers, parts, self.moved, self.shards),
         )
+
+    def _places(self, rows: Rows, slots: SlotTable) -> Ints | None:
+        """The place of each own row's adapter; None where the model has none, or no row."""
+        if not self.adapters:
+            return None
+        states = (slots.states[each.run.slot] if each.own else None for each in rows.runs)
+        known = [NO_ADAPTER if state is None else state.adapter for state in states]
+        of_run = rows.told(np.array(known, np.int64), self._places_of_all)
+        places = rows.padded(of_run[rows.run_of][rows.begin : rows.end], NO_ADAPTER)
+        return None if (places == NO_ADAPTER).all() else places
+
+    def _places_of_all(self, known: Ints) -> Ints:
+        self.moved["adapters"] += (self.peers.size - 1) * known.nbytes
+        every: Ints = self.peers.rows(to_device(known, self.device)).cpu().numpy()
+        return every
 
 
 def prompt_ranks(
@@ -186,6 +205,7 @@ def prompt_ranks(
         halves=plan.halves,
         beside=plan.gathers_beside,
         turns=ranks.turns,
+        adapters=len(plan.adapters),
     )
 
 

@@ -146,7 +146,7 @@ class RankExecutor:
     def moved_bytes(self) -> dict[str, int]:
         """Bytes that ranks received while they shared rows of chunks, over all ranks: ``loans``
         (what was cached before), ``entries`` (what they wrote), ``edges`` (raw rows), ``drafts``
-        (rows that a model that drafts goes on from)."""
+        (rows that a model that drafts goes on from), ``adapters`` (their places, a run)."""
         each: list[dict[str, int]] = self._group.call("moved_bytes")
         total: Counter[str] = Counter()
         for moved in each:

@@ -61,7 +61,7 @@ class Rows:
     """Who computes which rows of a segment. `rank`: this one of `ranks`; `domain`: its own."""
 
     def __init__(self, segment: Segment, rank: int, ranks: int, domain: int) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.domains = rank, ranks, len(segment.ranks)
         self.runs = [
             Run(keeper, keeper == domain, run)
             for keeper, listed in enumerate(segment.ranks)
@@ -97,6 +97,15 @@ class Rows:
     def padded(self, rows: Ints, fill: int) -> Ints:
         """Own rows, up to the same number on every rank."""
         return np.concatenate((rows, np.full(self.share - len(rows), fill, np.int64)))
+
+    def told(self, known: Ints, every: Callable[[Ints], Ints]) -> Ints:
+        """A number of each run [runs], of which this rank has `known` those of its domain; `every`:
+        what each rank knows, one after the other, where domains are several."""
+        if self.domains == 1:
+            return known
+        keepers = [each.keeper for each in self.runs]
+        found: Ints = every(known).reshape(-1, len(known))[keepers, np.arange(len(known))]
+        return found
 
     def given(self, rows: Ints) -> tuple[Ints, Ints]:
         """What ranks give of the `rows` (rising) that all are to have: this rank's own, padded with

@@ -38,10 +38,6 @@ class LowRank:
     a: TensorInfo
     b: TensorInfo
 
-    @property
-    def elements(self) -> int:
-        return self.rank * (self.a.shape[1] + self.b.shape[0])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
@@ -61,10 +57,6 @@ class Adapter:
     def rank(self) -> int:
         """The largest of its ranks."""
         return max(pair.rank for pair in self.modules.values())
-
-    @property
-    def elements(self) -> int:
-        return sum(pair.elements for pair in self.modules.values())
 
 
 def read_adapter(

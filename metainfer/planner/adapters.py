@@ -45,8 +45,8 @@ def adapter_rows(found: AdapterSet | None, width: int) -> list[LedgerRow]:
             item=f"adapter {each.name}",
             kind="weights",
             bytes=share + (rest if place == 0 else 0),
-            logical_bytes=each.elements * width,
-            share="whole",
+            logical_bytes=found.needed_bytes(each, width),
+            share="whole" if found.whole else "cut like their matrices",
         )
         for place, each in enumerate(found.adapters)
     ]

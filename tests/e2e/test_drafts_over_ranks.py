@@ -18,7 +18,7 @@ import pytest
 import v4
 from harness import Answer, ask, start
 from test_invariance import same
-from thread_ranks import ThreadGroup, ranks_as_threads
+from thread_ranks import ThreadGroup, making_room, ranks_as_threads
 
 from metainfer.comm.side import Pending
 from metainfer.core.request import SamplingParams
@@ -107,17 +107,6 @@ def lone(checkpoint: Path) -> Lone:
     engine = start(checkpoint, concurrency=1, prefix_cache=False, **FIXED)
     proposed = Proposed([engine._executor._slots])  # type: ignore[union-attr]
     return Lone(prompts, params, ask(engine, prompts, params, before_step=proposed), proposed)
-
-
-def making_room(rng: random.Random) -> Callable[[Engine], None]:
-    """Now and then the last in order gives its place up, needed or not."""
-
-    def act(engine: Engine) -> None:
-        domain = rng.choice(engine.scheduler.domains)
-        if domain.running and not domain.running[-1].in_flight and rng.random() < 1 / 8:
-            engine.scheduler._preempt(domain, domain.running.pop())
-
-    return act
 
 
 class Gathers:

@@ -6,11 +6,13 @@ how they are called and how they meet: at a barrier, where each lays its tensor 
 
 from __future__ import annotations
 
+import random
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from torch import Tensor
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.peers import Place, Ranks
 from metainfer.comm.side import Pending, Turns
+from metainfer.engine.engine import Engine
+from metainfer.engine.machine import Machine, open_machine
 from metainfer.engine.rank import Rank
 from metainfer.workers.wire import RankFacts
 
@@ -145,6 +149,12 @@ class ThreadGroup:
         return [each.result() for each in futures]
 
 
+@cache
+def one_machine(platform: str | None = None) -> Machine:
+    """This machine, whose kernels are proven once."""
+    return open_machine(platform)
+
+
 @contextmanager
 def ranks_as_threads() -> Iterator[list[ThreadGroup]]:
     """Inside, engines of several ranks have them as threads of this process; their groups."""
@@ -165,6 +175,24 @@ def ranks_as_threads() -> Iterator[list[ThreadGroup]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("metainfer.workers.ranks.ProcessGroup.spawn", staticmethod(spawn))
         patch.setattr("metainfer.engine.rank.links_of", links_of)
+        for module in ("engine", "rank"):
+            patch.setattr(f"metainfer.engine.{module}.open_machine", one_machine)
         yield groups
         for group in groups:
             group.close()
+
+
+def making_room(rng: random.Random) -> Callable[[Engine], None]:
+    """As soon as it can, and now and then, the last in order gives its place up, needed or not."""
+    preempted = 0
+
+    def act(engine: Engine) -> None:
+        nonlocal preempted
+        domain = rng.choice(engine.scheduler.domains)
+        if not domain.running or domain.running[-1].in_flight:
+            return
+        if not preempted or rng.random() < 1 / 8:
+            preempted += 1
+            engine.scheduler._preempt(domain, domain.running.pop())
+
+    return act

@@ -15,10 +15,13 @@ from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.plan import LayoutPlan
+from metainfer.core.step import Phase
 from metainfer.kernels.impl import Evidence
 from metainfer.kernels.select import Policy
+from metainfer.planner.adapters import adapter_rows
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved, resolve
+from metainfer.planner.weights import parts_held
 
 MODEL = "random:qwen3-8b?layers=2"
 QUERY, VALUE, MIDDLE = (4096, 4096), (1024, 4096), (4096, 12288)
@@ -116,12 +119,33 @@ def test_decode_stays_captured_on_a_card(folders: dict[str, str]) -> None:
     assert any("lora/ref at lora." in each.message for each in reasons)
 
 
-def test_layouts_of_several_ranks_refuse_them(folders: dict[str, str]) -> None:
-    pair = LayoutPlan(name="tp2", tensor=2)
-    with_them = open_model(MODEL, adapters=folders).arch.layout_objections(pair, {})
-    assert [reason.code for reason in with_them.reasons] == ["adapters"]
-    assert "adapters run on one rank, this layout has 2" in with_them.reasons[0].message
-    assert open_model(MODEL).arch.layout_objections(pair, {}).accepted
+def test_pairs_are_cut_as_their_matrices_are(folders: dict[str, str]) -> None:
+    """Over two ranks: B of q and v by rows, A of down by columns; the rest is on both. Chunks of a
+    pair of layouts compute with the parts of both."""
+    arch = open_model(MODEL, adapters=folders).arch
+    for layout, beside in (
+        (LayoutPlan(name="tp2", tensor=2), 1),
+        (LayoutPlan(name="cp2/tp2", tensor=2, prefill=2), 2),
+    ):
+        assert arch.layout_objections(layout, {}).accepted
+        rank = arch.on_rank(layout)
+        asked = {
+            each.site: each for each in rank.op_requests(Phase.CHUNK, 64, 1, "bfloat16", {}, 16)
+        }
+        qkv, down = asked["lora.qkv"].shape, asked["lora.down"].shape
+        assert (qkv["n"], qkv["k"]) == (2048 + 512, 4096)
+        assert (down["n"], down["k"]) == (4096, 12288 // 2)
+        assert {parts_held(arch, site, layout) for site in ("lora.qkv", "lora.down")} == {beside}
+        rows = adapter_rows(rank.adapters, 2)
+        qkv_bytes = 2 * 8 * (2 * 4096 + beside * (2048 + 512)) * 2 + 2 * 2 * 4
+        down_bytes = 2 * 8 * (beside * 6144 + 4096) * 2 + 2 * 4
+        assert sum(row.bytes for row in rows) == 2 * (qkv_bytes + down_bytes)
+        q, v = 4096 + beside * 2048, 4096 + beside * 512
+        assert [row.logical_bytes for row in rows] == [
+            2 * 8 * (q + beside * 6144 + 4096) * 2,
+            2 * 4 * (q + v) * 2,
+        ]
+        assert {row.share for row in rows} == {"cut like their matrices"}
 
 
 @pytest.mark.parametrize("model", ["random:tiny-deepseek-v4", "random:deepseek-v4-flash?layers=2"])

@@ -6,14 +6,14 @@ largest rank and to every part that any of them has (ADR 0018).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from metainfer.core.step import Phase
 from metainfer.formats.adapters import Adapter, read_adapter
 from metainfer.kernels.impl import OpRequest
-from metainfer.models.arch import WeightSpec
+from metainfer.models.arch import Cut, WeightSpec
 
 LINEAR = "linear."
 NO_PAIR = {
@@ -28,6 +28,10 @@ class AdapterSite:
 
     `modules`: names of its parts that some adapter has, each with its (start, width) in `spans`.
     `inner`: the matrix's K. `rank`: the largest.
+
+    Of one rank of several, spans and `inner` are those of its part: B is cut like rows (`ROWS`), A
+    like columns, and what the matrix's cut leaves whole is on every rank. `beside`: parts of other
+    ranks, its own among them, that it holds for chunks whose rows ranks share.
     """
 
     weight: str
@@ -36,10 +40,19 @@ class AdapterSite:
     spans: tuple[tuple[int, int], ...]
     inner: int
     rank: int
+    cut: Cut = Cut.WHOLE
+    beside: int = 1
 
     @property
     def width(self) -> int:
         return sum(width for _, width in self.spans)
+
+    def elements(self, ranks: Mapping[str, int]) -> int:
+        """Of A and B of one adapter, whose modules have these ranks."""
+        inner = self.inner * (self.beside if self.cut is Cut.COLUMNS else 1)
+        parts = self.beside if self.cut is Cut.ROWS else 1
+        modules = zip(self.modules, self.spans, strict=True)
+        return sum(ranks.get(name, 0) * (inner + parts * width) for name, (_, width) in modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +70,34 @@ class AdapterSet:
     def rank(self) -> int:
         return max(adapter.rank for adapter in self.adapters)
 
+    @property
+    def whole(self) -> bool:
+        """Whether they stand beside whole matrices."""
+        return all(site.cut is Cut.WHOLE for site in self.sites)
+
     def held_bytes(self, width: int) -> int:
         """Bytes of all pairs and scales; `width` of one element of the model's type."""
         count, held = self.count, 0
         for site in self.sites:
-            parts = len(site.modules)
-            held += count * site.rank * (parts * site.inner + site.width) * width
-            held += count * parts * scale_bytes(width)
+            held += count * site.elements(dict.fromkeys(site.modules, site.rank)) * width
+            held += count * len(site.modules) * scale_bytes(width)
         return held
+
+    def needed_bytes(self, adapter: Adapter, width: int) -> int:
+        """Of these, what the pairs of one adapter need."""
+        ranks = {module: pair.rank for module, pair in adapter.modules.items()}
+        return sum(site.elements(ranks) for site in self.sites) * width
+
+    def on_rank(
+        self, specs: Sequence[WeightSpec], cut: Callable[[WeightSpec], Cut], beside: int
+    ) -> AdapterSet:
+        """The same beside one rank's matrices `specs`, which are `cut` so; see `AdapterSite`."""
+        found = []
+        for spec in specs:
+            site = None if spec.site in NO_PAIR else _site(spec, self.adapters)
+            if site is not None:
+                found.append(replace(site, cut=cut(spec), beside=beside))
+        return replace(self, sites=tuple(found))
 
     def transient_bytes(self, rows: int, width: int) -> int:
         """Low-rank rows of all adapters at once: products, scaled, selected, in the type again."""

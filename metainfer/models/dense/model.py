@@ -90,11 +90,13 @@ class DenseModel:
             self.arch, packed, {"norm": self.norm}, self.cos_sin, ranks.of_prompts(), parts
         )
 
-    def use_adapters(self, pairs: Mapping[str, LowRankPairs]) -> None:
-        """From now on rows may have adapters; `pairs` by `WeightSpec.name`."""
-        for weight, each in pairs.items():
-            _, layer, matrix = weight.split(".")
-            self.layers[int(layer)].pairs[matrix] = each
+    def use_adapters(self, parts: Sequence[Mapping[str, LowRankPairs]]) -> None:
+        """From now on rows may have adapters; pairs by `WeightSpec.name`, for each part of the
+        matrices."""
+        for layers, pairs in zip(self.parts, parts, strict=True):
+            for weight, each in pairs.items():
+                _, layer, matrix = weight.split(".")
+                layers[int(layer)].pairs[matrix] = each
 
     @property
     def table_bytes(self) -> int:

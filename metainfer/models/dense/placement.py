@@ -23,13 +23,17 @@ from metainfer.models.common.cuts import cut_of, whole_blocks
 if TYPE_CHECKING:
     from metainfer.models.dense.arch import DenseArch
 
+_LAYER = {
+    "qkv": Cut.ROWS,
+    "o": Cut.COLUMNS,
+    "gate_up": Cut.ROWS,
+    "down": Cut.COLUMNS,
+}
 _TENSOR: Mapping[str, Cut] = {
     "embed": Cut.ROWS,
     "linear.lm_head": Cut.ROWS,
-    "linear.qkv": Cut.ROWS,
-    "linear.o": Cut.COLUMNS,
-    "linear.gate_up": Cut.ROWS,
-    "linear.down": Cut.COLUMNS,
+    **{f"linear.{name}": kind for name, kind in _LAYER.items()},
+    **{f"lora.{name}": kind for name, kind in _LAYER.items()},  # pairs, like their matrices
 }
 
 
@@ -55,12 +59,6 @@ def objections(
             layout.expert == 1,
             "experts",
             f"{layout.expert} expert ranks asked, a dense model has no experts",
-        ),
-        require(
-            arch.adapters is None or layout.ranks == 1,
-            "adapters",
-            f"adapters run on one rank, this layout has {layout.ranks}",
-            ranks=layout.ranks,
         ),
     ]
     for site, extent, parts, axis in (
@@ -115,7 +113,7 @@ def on_rank(arch: DenseArch, layout: LayoutPlan) -> DenseArch:
     """What ops, caches and activations of one rank follow from: its heads and its channels."""
     tensor, copies = layout.tensor, copies_of(arch, layout.tensor)
     kv_heads = -(-arch.kv_heads // tensor)
-    return replace(
+    rank = replace(
         arch,
         heads=kv_heads * -(-arch.heads // arch.kv_heads // copies),
         kv_heads=kv_heads,
@@ -123,6 +121,12 @@ def on_rank(arch: DenseArch, layout: LayoutPlan) -> DenseArch:
         ranks=tensor,
         shards=layout.shards,
     )
+    if arch.adapters is None:
+        return rank
+    beside = tensor if layout.prefill > 1 else 1
+    specs = rank.packed_weights()
+    pairs = arch.adapters.on_rank(specs, lambda spec: cut(spec, layout.decoding)[0], beside)
+    return replace(rank, adapters=pairs)
 
 
 def _all_get(extent: int, parts: int, what: str) -> Verdict:
