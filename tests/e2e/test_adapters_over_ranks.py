@@ -32,10 +32,10 @@ RECIPES = {
     "law": Recipe(ATTENTION, rank=3, alpha=4, ranks={"q_proj": 5}),
     "tax": Recipe(("v_proj", "up_proj", "down_proj"), rank=2, alpha=7),
 }
-SHORT = (("llama", "cp2/dp2"), ("uneven", "tp2"), ("uneven", "cp2/tp2"))
+SHORT = (("llama", "cp2/dp2"), ("llama", "tp2"), ("uneven", "cp2/tp2"))
 LONG = (
-    *(("llama", layout) for layout in ("tp2", "2x", "tp4", "tp4cs2", "2xtp2", "cp2/tp2")),
-    *(("uneven", layout) for layout in ("tp3", "cp3/tp3", "cp2/dp2", "cp4/dp4")),
+    *(("llama", layout) for layout in ("2x", "tp4", "tp4cs2", "2xtp2", "cp2/tp2")),
+    *(("uneven", layout) for layout in ("tp2", "tp3", "cp3/tp3", "cp2/dp2", "cp4/dp4")),
 )
 CASES = SHORT if REQUESTS == FEW else SHORT + LONG
 
