@@ -36,6 +36,7 @@ from comm_gpu_virtual import copies, time_epilogue, time_virtual, verify_virtual
 from metainfer.comm import driver, layout, loader
 from metainfer.comm.loader import Variant
 from metainfer.comm.model import host_limit_us
+from metainfer.kernels import cubin
 
 KIB, MIB = 1 << 10, 1 << 20
 BARS = {
@@ -62,17 +63,17 @@ def build() -> Report:
 
     def one(variant: Variant) -> Report:
         begin = time.monotonic()
-        cubin, verdict, log = loader.build(variant, f"sm_{major}{minor}")
+        built, verdict, log = loader.build(variant, f"sm_{major}{minor}")
         spills = [line.strip() for line in log.splitlines() if "spill" in line][-1:]
         return {
             "variant": str(variant),
             "s": round(time.monotonic() - begin, 2),
-            "failed" if cubin is None else "ok": verdict.to_json(),
+            "failed" if built is None else "ok": verdict.to_json(),
             "spills": spills,
         }
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return {"nvcc": loader.find_nvcc(), "variants": list(pool.map(one, wanted))}
+        return {"nvcc": cubin.find_nvcc(), "variants": list(pool.map(one, wanted))}
 
 
 SECTIONS: dict[str, tuple[int, float]] = {

@@ -269,7 +269,18 @@ __device__ __forceinline__ int start_rows(const MiCall *call, const mi_u64 *from
     return 1;
 }
 
-// BESIDE packs of every rank are loaded together, as many as registers allow.
+// The NaNs of this lane's packs of a row are given the payload that they are to have.
+template <int Type> __device__ __forceinline__ void settle_row(mi_u64 at, mi_u32 packs) {
+#pragma unroll 1
+    for (mi_u32 k = 0; k < packs; k++) {
+        Pack p = load_pack(at + k * PACK_STEP);
+        Values<Type>::settle(&p);
+        store_pack(at + k * PACK_STEP, p);
+    }
+}
+
+// BESIDE packs of every rank are loaded together, as many as registers allow, and computed without a
+// branch between them; what is not there is computed too, and not kept.
 #define BESIDE (MI_TOP > 4 ? 1 : 2)
 template <int Type> __device__ __forceinline__ void finish_rows(const MiCall *call, MiRows *r) {
     typedef Values<Type> V;
@@ -284,23 +295,26 @@ template <int Type> __device__ __forceinline__ void finish_rows(const MiCall *ca
                 if (some + k < r->packs) load_packs(call, r->from, (some + k) * PACK_STEP, p[k]);
 #pragma unroll
             for (mi_u32 k = some; k < some + BESIDE; k++) {
-                if (k >= r->packs) break;
-                Pack y = add_packs<Type>(call, p[k - some]), sum = V::added(y, r->kept[k]);
-                float x[GROUP];
+                const Pack y = add_packs<Type>(call, p[k - some]), sum = V::added(y, r->kept[k]);
+                float x[GROUP], more = square;
                 V::unpack(sum, x);
-                if (V::unsettled(x)) { // as they are where y alone is a NaN
-                    V::settle(&y);
-                    V::settle(&sum);
-                    V::unpack(sum, x);
+#pragma unroll
+                for (int i = 0; i < (int)GROUP; i++) more = add(more, mul(x[i], x[i]));
+                now(&more);
+                if (k < r->packs) {
+                    square = more;
+                    store_pack(r->to + k * PACK_STEP, y);
+                    store_pack(r->residual + k * PACK_STEP, sum);
                 }
                 r->kept[k] = sum;
-                store_pack(r->to + k * PACK_STEP, y);
-                store_pack(r->residual + k * PACK_STEP, sum);
-#pragma unroll
-                for (int i = 0; i < (int)GROUP; i++) square = add(square, mul(x[i], x[i]));
             }
         }
+        if (square != square) { // one of the elements is a NaN, perhaps its y too
+            settle_row<Type>(r->to, r->packs);
+            settle_row<Type>(r->residual, r->packs);
+        }
         const float scale = scale_of<Type>(call, square, r->lane, r->group, turn);
+        bool nan = false;
 #pragma unroll
         for (mi_u32 k = 0; k < 4; k++) {
             if (k >= r->packs) break;
@@ -311,8 +325,10 @@ template <int Type> __device__ __forceinline__ void finish_rows(const MiCall *ca
             V::unpack(r->weight[k], w);
 #pragma unroll
             for (int i = 0; i < (int)GROUP; i++) x[i] = mul(mul(x[i], scale), w[i]);
-            store_pack(r->normed + k * PACK_STEP, V::pack(x));
+            nan |= V::unsettled(x);
+            store_pack(r->normed + k * PACK_STEP, V::rounded(x));
         }
+        if (nan) settle_row<Type>(r->normed, r->packs);
         const mi_u32 step = MI_THREADS / LANES * call->hidden * 2;
         r->row += step;
         if (r->row >= r->end) return;

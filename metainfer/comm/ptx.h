@@ -53,6 +53,7 @@ MI_FN void store_pack(mi_u64 at, Pack p) {
 }
 /* Computed here, not elsewhere. */
 MI_FN void now(mi_u32 *x) { asm volatile("" : "+r"(*x)); }
+MI_FN void now(float *x) { asm volatile("" : "+f"(*x)); }
 MI_FN void prefetch(mi_u64 at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 MI_FN float half_to_float(mi_u16 x) {
     float y;

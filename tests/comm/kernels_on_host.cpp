@@ -123,6 +123,7 @@ extern "C" __attribute__((visibility("default"))) void set_hooks(Hook wait, Hook
     hooks[0] = wait, hooks[1] = trigger;
 }
 static inline void now(u32 *) {}
+static inline void now(float *) {}
 static inline void prefetch(u64) {}
 static inline u32 add_bf16(u32 a, u32 b) {
     float x[2];
