@@ -40,6 +40,7 @@ PAIR = "two cards, tp2, host"
 AT_ONCE, LONE = prompt_row(8192, 4), prompt_row(8192)
 TOKENS = {AT_ONCE: 4 * 8192, LONE: 8192}
 SUMS = (
+    ("2026-11-30-2xh200-streams-fourth.json", "streams"),
     ("2026-11-30-2xh200-streams-third.json", "streams"),
     ("2026-11-30-2xh200-streams-second.json", "streams"),
     ("2026-11-30-2xh200-streams.json", "streams"),
