@@ -44,7 +44,7 @@ GRIDS = (
     (16 << 10, 4, 1),
 )
 """Of calls through host memory: from how many bytes on, stripes, and groups of them that push in
-turn. The fastest of two H200 without peer access (record 2026-11-30-2xh200-early)."""
+turn. The fastest of two H200 without peer access (record 2026-11-30-2xh200-streams-fourth)."""
 _STATE_BYTES = 4096
 _modules: dict[tuple[Variant | Alone, str], driver.Module] = {}
 
