@@ -27,7 +27,7 @@ from metainfer.engine.engine import Engine
 from metainfer.executor.ranks import RankExecutor
 from metainfer.executor.slots import SlotTable
 
-FEW = 6
+FEW = 4
 REQUESTS = int(os.environ.get("RANK_REQUESTS", FEW))  # 200 by hand, of more layouts
 DEPTH, CHUNK, VOCAB = 3, 33, 256
 FIXED: dict[str, Any] = {
@@ -177,7 +177,7 @@ def beside(group: ThreadGroup) -> list[LateSide]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_propose_what_one_process_proposes(
+def test_b23_ranks_propose_what_one_process_proposes(
     layout: str, checkpoint: Path, lone: Lone, rng: random.Random
 ) -> None:
     with ranks_as_threads() as groups:

@@ -1,7 +1,8 @@
 """Ranks as threads of the test's own process, so that it sees into each of them.
 
-They resolve, load, run and answer as the rank processes do (`engine.rank.Rank`); what differs is
-how they are called and how they meet: at a barrier, where each lays its tensor beside the others'.
+They load, run and answer as the rank processes do (`engine.rank.Rank`). What differs: how they are
+called, how they meet (at a barrier, where each lays its tensor beside the others'), and that they
+are told the plan, which they would resolve again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from metainfer.comm.side import Pending, Turns
 from metainfer.engine.engine import Engine
 from metainfer.engine.machine import Machine, open_machine
 from metainfer.engine.rank import Rank
+from metainfer.planner.resolve import Resolved
 from metainfer.workers.wire import RankFacts
 
 PATIENCE_S = 300.0
@@ -155,10 +157,33 @@ def one_machine(platform: str | None = None) -> Machine:
     return open_machine(platform)
 
 
+class Told:
+    """The machine as a rank finds it, with what the engine has resolved."""
+
+    def __init__(self, machine: Machine, resolved: Resolved) -> None:
+        self._machine, self._resolved = machine, resolved
+
+    def resolve(self, *_: Any) -> Resolved:
+        return self._resolved
+
+    resolve_proven = resolve
+
+    def recall(self, dtype: str) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+
 @contextmanager
 def ranks_as_threads() -> Iterator[list[ThreadGroup]]:
     """Inside, engines of several ranks have them as threads of this process; their groups."""
     groups: list[ThreadGroup] = []
+    found: list[Resolved] = []
+    resolve = Machine.resolve_proven
+
+    def resolved(*given: Any) -> Resolved:
+        found.append(resolve(*given))
+        return found[-1]
 
     def spawn(target: str, size: int, *, facts: Sequence[Any], **_: Any) -> ThreadGroup:
         group = ThreadGroup(size)
@@ -175,8 +200,11 @@ def ranks_as_threads() -> Iterator[list[ThreadGroup]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("metainfer.workers.ranks.ProcessGroup.spawn", staticmethod(spawn))
         patch.setattr("metainfer.engine.rank.links_of", links_of)
-        for module in ("engine", "rank"):
-            patch.setattr(f"metainfer.engine.{module}.open_machine", one_machine)
+        patch.setattr("metainfer.engine.engine.open_machine", one_machine)
+        patch.setattr(
+            "metainfer.engine.rank.open_machine", lambda _: Told(one_machine(), found[-1])
+        )
+        patch.setattr(Machine, "resolve_proven", resolved)
         yield groups
         for group in groups:
             group.close()
