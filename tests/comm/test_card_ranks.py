@@ -34,6 +34,7 @@ from metainfer.comm.rooms import room_of
 from metainfer.comm.topology import Topology, no_peer, one_switch
 from metainfer.core.errors import RefusedError
 from metainfer.core.plan import LayoutPlan
+from metainfer.core.verdict import reject
 
 TP2 = LayoutPlan(name="tp2", tensor=2)
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
@@ -254,6 +255,9 @@ def test_every_form_that_calls_may_take_is_proven(
         (group,) = each._groups.values()
         assert (group.opened["host"].blocks, group.opened["host"].lag) == (0, 0)
         assert group.opened["host:copy"].piece_bytes == 0
+        assert each.describe()["0-1"]["interpreted"] == []
+        group.opened["host:copy"].enqueue.refused = reject("compiler", "no C compiler")
+        assert each.describe()["0-1"]["interpreted"] == ["no C compiler"]
     on_ranks(2, lambda rank: ranks[rank].close())
 
 
