@@ -371,26 +371,27 @@ def child(name: str, args: argparse.Namespace, limit: float) -> Report:
     command = [sys.executable, *sys.argv, "--section", name]
     begin = time.monotonic()
     failed = ""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
-    ) as running:
+    heard = args.out / f"{SECTIONS.index(name)}.log"  # as it goes: who ends us wants to know
+    with (
+        heard.open("w") as said,
+        subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environ) as running,
+    ):
         try:
-            said, _ = running.communicate(timeout=limit)
+            running.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             failed = f"no end after {limit:.0f} s"
             running.send_signal(signal.SIGTERM)
             try:
-                said, _ = running.communicate(timeout=10)
+                running.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 running.kill()
-                said, _ = running.communicate()
     part = args.out / f".{SECTIONS.index(name)}.json"
     found: Report = json.loads(part.read_text()) if part.exists() else {}
     part.unlink(missing_ok=True)
     if running.returncode and not failed:
         failed = f"status {running.returncode}"
     if failed:
-        found |= {"failed": failed, "said": said[-3000:]}
+        found |= {"failed": failed, "said": heard.read_text(errors="replace")[-3000:]}
     return found | {"section_s": round(time.monotonic() - begin, 1)}
 
 
