@@ -137,6 +137,8 @@ class Seen:
         _, _, rank, results, *_ = given
         self.runs = list(zip(rank.runs, results, strict=True))
         propose(drafter, *given)
+        held = [self.executor._slots.states[run.slot].proposals for run, _ in self.runs]
+        assert [len(each) for each in held] == [run.proposals for run, _ in self.runs]
 
     def read(self, step: DraftStep) -> Tensor:
         every_row = dataclasses.replace(step.inputs, logit_rows=None)
