@@ -55,6 +55,8 @@ def try_apart(
     cores: references are computed on the host, and threads of all for each core stand still."""
     cores = len(os.sched_getaffinity(0))
     environ = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // lanes))}
+    # Queues are meant for an engine's own streams; a dozen children with 32 each share one card.
+    environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     told: SimpleQueue[Tried | BaseException | None] = SimpleQueue()
 
     def lane(share: Sequence[str]) -> None:

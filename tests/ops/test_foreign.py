@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -17,6 +17,7 @@ from torch import Tensor
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.step import Phase
+from metainfer.engine import proving
 from metainfer.engine.elsewhere import describe
 from metainfer.engine.machine import Machine, open_machine
 from metainfer.engine.proving import Tried
@@ -362,3 +363,12 @@ def test_it_is_proven_in_a_child_even_if_alone(
     machine.resolve_proven(cast(Any, None), Intent(model=""), told.append)
     assert asked == told == [LINEAR.id]
     assert machine.qualified[LINEAR.id].reasons == ("signal 11",)
+
+
+def test_children_do_not_take_an_engines_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dozen of them with 32 queues each stood in line on one card."""
+    environs: list[Mapping[str, str]] = []
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setattr(proving, "_try_all", lambda *asked: environs.append(asked[5]))
+    assert not list(proving.try_apart(["linear/triton"], platform="cuda", dtype="bfloat16"))
+    assert [("CUDA_DEVICE_MAX_CONNECTIONS" in each) for each in environs] == [False]

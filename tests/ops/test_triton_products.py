@@ -58,6 +58,7 @@ def test_few_tokens_take_small_tiles_that_fit_their_cards() -> None:
     assert chunk_for((9, 0), rows=128).n < chunk_for((9, 0), rows=129).n
     assert stream_for((9, 0), 32, 6 << 20).n < stream_for((9, 0), 32, 32 << 20).n
     assert stream_for((9, 0), 1, 6 << 20).early > stream_for((9, 0), 1, 32 << 20).early > 0
+    assert not any(stream_for((9, 0), 32, size << 20).early for size in (6, 32))
 
 
 def test_grouped_tiles_fit_their_cards_and_cut_k_evenly() -> None:

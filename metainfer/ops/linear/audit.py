@@ -14,6 +14,7 @@ from metainfer.ops.linear.tiles import (
     STREAM_SHORT_WIDE,
     STREAM_SMALL,
     STREAM_SMALL_WIDE,
+    STREAM_WIDE,
     ChunkTile,
     StreamTile,
 )
@@ -97,7 +98,7 @@ VARIANTS = (
     _stream("wq_b", STREAM, 32768, 1024, 16, 1, HOPPER),
     _stream("wo_b", STREAM, 4096, 8192, 16, 8, HOPPER),
     _stream("wkv", STREAM_SHORT, 1536, 4096, 16, 16, HOPPER),
-    _stream("wo_b", STREAM, 4096, 8192, 32, 8, HOPPER),
+    _stream("wo_b", STREAM_WIDE, 4096, 8192, 32, 8, HOPPER),
     _stream("wkv", STREAM_SHORT_WIDE, 1536, 4096, 32, 8, HOPPER),
     _stream("wq_b", STREAM_SMALL, 32768, 1024, 16, 1, REST),
     _stream("wo_b", STREAM_SMALL, 4096, 8192, 16, 4, REST),
