@@ -24,7 +24,6 @@ AT_ERROR = 640
 AT_CAUSE = 1024
 CAUSE = 1024
 HEAD = HEADER + PHASES * BLOCKS * WORLD * FLAG_STEP
-GENERATION_BITS = 40
 CLOSED = (1 << 64) - 1  # the heartbeat of a rank that has left in order
 
 
