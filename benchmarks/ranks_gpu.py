@@ -88,8 +88,10 @@ CASES = {
     "one card, cp2/dp2ep2, ipc": Case("cp2/dp2ep2", "ipc", 1),
 }
 SECTIONS = ("exact", *CASES, "single")
-BESIDE = ("halves", "sum_pieces", "shared_beside")
-"""What of a plan says which work goes on beside other work."""
+BESIDE = (
+    "halves", "sum_pieces", "gathers_beside", "shared_beside", "prefill_from", "rounded_from",
+)  # fmt: skip
+"""What of a plan says which work goes on beside other work, and in which layout and type."""
 
 
 def wish(args: argparse.Namespace, layers: int, **more: Any) -> Intent:

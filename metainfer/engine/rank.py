@@ -97,9 +97,15 @@ class Rank:
         if library is not None:
             self._side.executor.use_grammars(library.open)
 
-    def warm(self) -> None:
+    def warm(self) -> list[str]:
+        """Returns what a start has to say of its collectives."""
         self._side.executor.warm()
         self._links.settle()
+        return sorted(
+            f"long sums are enqueued by the interpreter, about half as fast: {reason}"
+            for group in self._links.describe().values()
+            for reason in group.get("interpreted", ())
+        )
 
     def submit(self, plan: bytes) -> None:
         self._side.submit(plan)

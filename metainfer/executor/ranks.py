@@ -72,7 +72,8 @@ class RankExecutor:
 
     def warm(self, on_bucket: Callable[[str], None] = lambda name: None) -> None:
         on_bucket(f"{self._layout.ranks} ranks")
-        self._group.call("warm")
+        for said in sorted({text for found in self._group.call("warm") for text in found or ()}):
+            on_bucket(said)
 
     def submit(self, plan: StepPlan) -> None:
         if len(self._open) >= MOST_OPEN:

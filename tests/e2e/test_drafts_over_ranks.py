@@ -139,29 +139,42 @@ class Gathers:
 
 @dataclass
 class Late(Pending[Any]):
-    """What is forked is done when it is waited for: nothing of it is there before."""
+    """What is forked is done when it is waited for, or something behind it: nothing of it is there
+    before."""
 
     side: LateSide
     work: Callable[[], Any]
+    found: Any = None
 
     def wait(self) -> Any:
         self.side.open -= 1
-        return self.work()
+        self.side.go_on(self)
+        return self.found
 
 
 @dataclass
 class LateSide:
-    """Where gathers of a shared chunk go; `forks`: how many, `open`: of them not waited for."""
+    """Where gathers of a shared chunk go, in order; `forks`: how many, `open`: of them not waited
+    for."""
 
     forks: int = 0
     open: int = 0
+    left: list[Late] = field(default_factory=list)
 
     def fork(self, work: Callable[[], Any]) -> Pending[Any]:
         self.forks, self.open = self.forks + 1, self.open + 1
-        return Late(self, work)
+        self.left.append(Late(self, work))
+        return self.left[-1]
 
     def run(self, work: Callable[[], Any]) -> Any:
+        self.go_on(None)
         return work()
+
+    def go_on(self, last: Late | None) -> None:
+        """Do what is left, up to `last` if it is among it."""
+        while self.left and (last is None or any(each is last for each in self.left)):
+            first = self.left.pop(0)
+            first.found = first.work()
 
 
 def beside(group: ThreadGroup) -> list[LateSide]:

@@ -198,3 +198,19 @@ def test_draws_that_ask_for_tokens_wait_for_them(params: SamplingParams, why: st
     executor.submit(msgspec.structs.replace(SAMPLING, new=(new,)))
     executor.submit(msgspec.structs.replace(decoding((2,), (4,)), released=(1,)))
     assert executor.waits_for(decoding((1,), (4,))) == ""  # the slot is another's
+
+
+def test_what_ranks_say_at_their_start_is_told_once() -> None:
+    class Slow(Group):
+        def call(self, method: str, *arguments: object) -> list[Any]:
+            assert method == "warm"
+            return [
+                ["long sums are slow: no C compiler"],
+                [],
+                None,
+                ["long sums are slow: no C compiler"],
+            ]
+
+    told: list[str] = []
+    RankExecutor(Slow((1, 1, 1, 1)), LAYOUT, slots=3).warm(told.append)
+    assert told == ["4 ranks", "long sums are slow: no C compiler"]

@@ -86,7 +86,7 @@ def stream_for(capability: tuple[int, int] | None, rows: int, size: int = SMALL)
     """The streaming tile of a card for a matrix of `size` elements.
 
     Beyond 16 tokens programs do not come early: a product alone gains by it, a step of 32 tokens
-    lost 1 to 5 % (docs/log.md).
+    does not (docs/log.md).
     """
     if capability is not None and capability[0] == 9:
         if rows > 16:
