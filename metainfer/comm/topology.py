@@ -19,7 +19,7 @@ DUPLEX_SHARE = 93 / 54  # both directions of one link at once, over one directio
 DRAM_BYTES_S = 93.5e9  # all devices on host memory at once: middle of 73 and 114, seed
 CROSSING_BYTES_S = 90e9  # between two sockets' root ports, seed
 HALF_DUPLEX_OF = {3: 12e9, 4: 26e9, 5: LINK_BYTES_S}  # by generation at x16, seeds
-KERNEL_SHARE = 51 / 55  # kernels, both directions together, over one direction: measured on H200
+KERNEL_SHARE = 51 / 55  # kernels, both directions together, over one: on H200, before ADR 0049
 COPY_US = 90.0  # of a collective by copy engines through host memory beside its bytes: likewise
 SAME_SWITCH_US, ROOT_US = 0.7, 1.1  # one-way posted write with its poll: field
 
