@@ -48,7 +48,7 @@ from metainfer.executor.sampler import fail_silent, launch_draws
 from metainfer.executor.slots import OpenGrammar, SlotTable
 from metainfer.executor.static import DeviceTables
 from metainfer.executor.transfer import to_host, wait_for
-from metainfer.executor.warmup import GREEDY, WarmUp, named
+from metainfer.executor.warmup import GREEDY, WarmUp, most_mixed, named
 from metainfer.kernels.table import OpTable, PhaseOps
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.pools import KVStore
@@ -151,7 +151,7 @@ class LocalExecutor:
             return 0 if parts.dealt is not None else parts.step_tokens
         if parts.prefill_from < 2:
             return 0
-        return min(parts.prefill_from - 1 + parts.slots, parts.step_tokens)
+        return most_mixed(parts.prefill_from, parts.slots, parts.drafts, parts.step_tokens)
 
     def submit(self, plan: StepPlan) -> None:
         """Launch one plan. At most two are open.

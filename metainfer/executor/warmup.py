@@ -73,7 +73,7 @@ class WarmUp:
         if self.cpu:
             yield Phase.CHUNK, [self._at_end(self._most(CPU_LIMIT_TOKENS))]
             return
-        if self.mixed_tokens > 1 and self.slots > 1:
+        if self.mixed_tokens > 1:  # of one request too: a prompt below the border
             yield Phase.MIXED, self._long_and_short()
         yield Phase.DECODE, [self._at_end(1)] * self.slots
         if self.drafts:
@@ -103,6 +103,12 @@ class WarmUp:
 
     def _at_end(self, tokens: int, context: int | None = None) -> tuple[int, int]:
         return (context or self.max_context) - tokens, tokens
+
+
+def most_mixed(prefill_from: int, slots: int, drafts: int, step_tokens: int) -> int:
+    """Most tokens of a step that holds fewer than `prefill_from` prompt tokens: every decode beside
+    them may bring its drafts along."""
+    return min(prefill_from - 1 + slots * (1 + drafts), step_tokens)
 
 
 def named(phase: Phase, runs: Runs, params: SamplingParams = GREEDY) -> str:

@@ -119,6 +119,16 @@ def by_length(shapes: Sequence[StepGraph], choices: Sequence[Choice]) -> tuple[S
     return tuple(shape for shape in shapes if shape.phase not in reading)
 
 
+def capturable(shapes: Sequence[StepGraph], choices: Sequence[Choice]) -> tuple[StepGraph, ...]:
+    """Those of `shapes` in whose phase every op can be captured; draws run behind a step."""
+    against = {
+        choice.request.phase.value
+        for choice in choices
+        if not choice.impl.graph_safe and choice.request.op != "sample"
+    }
+    return tuple(shape for shape in shapes if shape.phase not in against)
+
+
 def border(shapes: Sequence[StepGraph]) -> int:
     """Prompt tokens from which on no mixed step of `shapes` has room for them; 0: there is none."""
     mixed = [each.tokens - each.runs for each in shapes if each.phase == Phase.MIXED.value]
@@ -130,7 +140,8 @@ def choose(
 ) -> GraphChoice:
     """Of the steps `wanted`, those of phases whose every op can be captured.
 
-    A phase with an op that cannot loses with that op's name: it pays every launch. Behind a
+    A phase with an op that cannot loses with that op's name: it pays every launch; so does decode
+    where an op reads by the page table's width, which `by_length` took out of `shapes`. Behind a
     captured step run a draft model's own steps, and draws that ask for more than a temperature and
     filters; other draws are captured too where the sampler can be, and likeliest tokens with the
     step.
@@ -139,7 +150,8 @@ def choose(
         return GraphChoice((), f"steps on {device} are not captured")
     against: dict[str, dict[str, Reason]] = {}
     drawn: dict[str, Reason] = {}
-    for choice in selection.bundle.choices:
+    choices = selection.bundle.choices
+    for choice in choices:
         request, impl = choice.request, choice.impl
         if impl.graph_safe:
             continue
@@ -153,7 +165,8 @@ def choose(
         for phase in dict.fromkeys(shape.phase for shape in shapes)
         if (reasons := against.get(phase))
     )
-    graphs = tuple(shape for shape in shapes if shape.phase not in against)
+    losers += _reading(choices)
+    graphs = capturable(shapes, choices)
     losers += tuple(
         Loser(f"{phase} draws", (drawn[phase],))
         for phase in dict.fromkeys(shape.phase for shape in graphs)
@@ -162,11 +175,21 @@ def choose(
     if draft.method == MODEL:
         text = "the draft model's own steps pay every launch: they are not captured yet"
         losers = (*losers, Loser("draft graphs", (Reason("not-built", text),)))
-    if not shapes:
-        return GraphChoice((), "decode runs op by op: ranks share a cache", losers)
     if not any(shape.phase == Phase.DECODE.value for shape in graphs):
         return GraphChoice(graphs, "decode runs op by op: it pays every launch", losers)
     return GraphChoice(graphs, "seed, up to concurrency", losers)
+
+
+def _reading(choices: Sequence[Choice]) -> tuple[Loser, ...]:
+    """Decode graphs, where ops read all that a page table has room for."""
+    reading = dict.fromkeys(
+        choice.impl.id
+        for choice in choices
+        if choice.impl.by_table and choice.request.phase is Phase.DECODE
+    )
+    text = "reads all that a page table has room for"
+    reasons = tuple(Reason("graph", f"{impl} {text}") for impl in reading)
+    return (Loser("decode graphs", reasons),) if reasons else ()
 
 
 def key(shapes: Sequence[StepGraph], context: int, beside: int) -> str:

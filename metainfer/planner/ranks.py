@@ -169,7 +169,7 @@ class Cards:
             beside=beside,
             budget_bytes=ask.budget_bytes,
             wanted=self._wanted(layout, ask.running, choices),
-            prefill_from=self._short(layout, ask.running),
+            prefill_from=self._short(layout, ask.running, choices),
             measured=needs,
         )
 
@@ -216,7 +216,7 @@ class Cards:
         drafts.check_rewind(self.draft, groups)
         needs = self._needs(layout, packings)
         beside = (
-            self._activations(layout, needs),
+            self._activations(layout, needs, running or self.running(layout), choices),
             *self._fetched(layout, packings),
             *self._copied(choices, running or self.running(layout), needs),
             *self._rooms(layout),
@@ -275,13 +275,16 @@ class Cards:
         """Sequences that one domain runs at once."""
         return -(-self.limits.max_running // layout.data)
 
-    def _short(self, layout: LayoutPlan, running: int) -> int:
-        """Of a pair, prompt tokens below which a step is computed as decodes are."""
+    def _short(self, layout: LayoutPlan, running: int, choices: Sequence[Choice]) -> int:
+        """Of a pair, prompt tokens below which a step is computed as decodes are: as asked for, or
+        as far as such steps are captured. `running`: sequences of a domain, without their drafts.
+        """
         if layout.prefill == 1:
             return 0
         if self.intent.prefill_from is not None:
             return self.intent.prefill_from
-        return graphs.border(self._wanted(layout, running))
+        wanted = self._wanted(layout, running, choices)
+        return graphs.border(graphs.capturable(wanted, choices))
 
     def _groups(
         self, layout: LayoutPlan, packings: Mapping[str, Layout]
@@ -306,17 +309,20 @@ class Cards:
             self._known[key] = self.needs(asked)
         return self._known[key]
 
-    def _activations(self, layout: LayoutPlan, needs: Needs | None) -> LedgerRow:
-        """Of the steps that take the most."""
+    def _activations(
+        self, layout: LayoutPlan, needs: Needs | None, running: int, choices: Sequence[Choice]
+    ) -> LedgerRow:
+        """Of the steps that take the most. `running`: sequences of a domain."""
         step, width = self.limits.step_tokens, DTYPE_BYTES[self.dtype]
         if needs is not None:
             held = needs.transient_bytes(step, longest_seen(self.limits))
             item = f"activations of {step} tokens {MEASURED}"
             return LedgerRow(item=item, kind="transient", bytes=held)
-        decoding = min(step, self.running(layout) * (1 + self.draft.depth))
+        decoding = min(step, running * (1 + self.draft.depth))
         steps = [(of_decodes(layout), step, decoding)]
         if layout.prefill > 1:
-            short = max(self.limits.mixed_prefill_tokens, self._short(layout, decoding))
+            border = self._short(layout, running, choices)
+            short = max(self.limits.mixed_prefill_tokens, border)
             mixed = min(step, short + decoding)
             part = -(-step // layout.prefill)
             steps = [(of_decodes(layout), mixed, decoding), (of_prompts(layout), part, 1)]

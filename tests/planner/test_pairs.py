@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved
 
 V4 = "random:deepseek-v4-flash?layers=3"
+QWEN = "random:qwen3-8b?layers=4"
 
 
 @cache
@@ -80,6 +82,30 @@ def test_the_largest_step_of_either_layout_has_room() -> None:
     asked = {border: planned("cp2/tp2", prefill_from=border) for border in (600, 4096)}
     rows = [activations(found) for found in asked.values()]
     assert rows == ["activations of 2048 tokens", "activations of 4096 tokens"]
+
+
+def test_the_ledger_counts_by_the_border_of_the_plan() -> None:
+    """Drafts beside the prompts are counted, but the border is that of requests: 1,024 prompt
+    tokens and 4 of each of 64 requests are more than a step has."""
+    intent = Intent(
+        model=V4, parallel="cp2/tp2", context=8192, concurrency=64, chunk_tokens=1150,
+        draft="ngram:3",
+    )  # fmt: skip
+    found = describe("2x-h200-nop2p").resolve(open_model(V4), intent)
+    assert found.plan.prefill_from == 1025
+    assert activations(found) == "activations of 1150 tokens"
+
+
+def test_without_a_captured_step_prices_speak_of_no_border_either() -> None:
+    there = describe("2x-h200-nop2p")
+    intent = Intent(model=QWEN, parallel="cp2/tp2", context=8192, allow_fallback=("all",))
+    borders = []
+    for registry in (there.registry, there.registry.without("kv_write/triton")):
+        found = replace(there, registry=registry).resolve(open_model(QWEN), intent)
+        (held,) = (each.held for each in found.layouts if each.layout.name == "cp2/tp2")
+        assert held is not None and held.prefill_from == found.plan.prefill_from
+        borders.append(held.prefill_from)
+    assert borders[0] > 0 == borders[1]
 
 
 def test_what_cannot_be_is_refused_with_its_reason() -> None:

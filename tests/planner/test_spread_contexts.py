@@ -361,6 +361,13 @@ def test_steps_over_parts_are_captured_where_kernels_read_by_length() -> None:
     heads, latents = of("tp16cs2", sixteen()).held, of("tp8cs8").held
     assert heads is not None and latents is not None
     assert {shape.phase for shape in heads.wanted} == {"decode"} and latents.wanted == ()
+    dealt = planned(parallel="tp8cs8")
+    (told,) = (each for each in dealt.plan.decisions if each.key == "graph_buckets")
+    (reading,) = (loser for loser in told.losers if loser.value == "decode graphs")
+    used = {c.impl.id for c in dealt.selection.bundle.choices if c.impl.by_table}
+    said = "{} reads all that a page table has room for".format
+    assert used and {reason.message for reason in reading.reasons} == set(map(said, used))
+    assert told.value == "none" and "share a cache" not in told.why
 
 
 def test_every_reason_against_a_dealt_cache_of_heads_is_told_at_once() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from null_world import VOCAB, request, world_of
 
 from metainfer.core.step import Phase, StepPlan
-from metainfer.executor.warmup import WarmUp
+from metainfer.executor.warmup import WarmUp, most_mixed
 from metainfer.scheduler.config import DraftSource
 
 
@@ -31,24 +31,41 @@ def sizes(plan: StepPlan) -> Iterator[tuple[Phase, int, int]]:
         yield segment.phase, rank.tokens, len(rank.runs)
 
 
-@st.composite
-def limits(draw: st.DrawFn) -> WarmUp:
-    slots = draw(st.integers(1, 6))
-    step = draw(st.integers(slots, 80))
-    border = draw(st.sampled_from((None, 0, draw(st.integers(2, step + 9)))))
-    mixed = 0 if border == 0 else step if border is None else min(border - 1 + slots, step)
-    return WarmUp(
+def warmed(
+    border: int | None, *, step: int, context: int, slots: int, drafts: int
+) -> tuple[WarmUp, int | None]:
+    """What runs before ready. `border`: prompt tokens from which on a step is split; 0: always,
+    None: never."""
+    mixed = 0 if border == 0 else step
+    if border:
+        mixed = most_mixed(border, slots, drafts, step)
+    warm = WarmUp(
         step_tokens=step,
-        max_context=draw(st.integers(4, 60)),
+        max_context=context,
         slots=slots,
-        drafts=draw(st.sampled_from((0, 0, 3))),
+        drafts=drafts,
         mixed_tokens=mixed,
         cpu=False,
+    )
+    return warm, border
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> tuple[WarmUp, int | None]:
+    slots = draw(st.integers(1, 6))
+    step = draw(st.integers(slots, 80))
+    return warmed(
+        draw(st.sampled_from((None, 0, draw(st.integers(2, step + 9))))),
+        step=step,
+        context=draw(st.integers(4, 60)),
+        slots=slots,
+        drafts=draw(st.sampled_from((0, 0, 3))),
     )
 
 
 @given(limits())
-def test_b30_what_runs_before_ready_keeps_the_limits(warm: WarmUp) -> None:
+def test_b30_what_runs_before_ready_keeps_the_limits(found: tuple[WarmUp, int | None]) -> None:
+    warm, _ = found
     steps = [(phase, runs) for phase, runs, _ in warm.before()] + list(warm.largest())
     for _, runs in steps:
         assert 0 < len(runs) <= warm.slots
@@ -62,7 +79,11 @@ def test_b30_what_runs_before_ready_keeps_the_limits(warm: WarmUp) -> None:
 
 @settings(max_examples=50)
 @given(limits(), st.integers(0, 10**6))
-def test_b30_no_step_is_larger_than_what_ran_before_ready(warm: WarmUp, seed: int) -> None:
+@example(warmed(6, step=80, context=50, slots=6, drafts=3), 3)  # decodes there bring their drafts
+def test_b30_no_step_is_larger_than_what_ran_before_ready(
+    found: tuple[WarmUp, int | None], seed: int
+) -> None:
+    warm, border = found
     rng = random.Random(seed)
     world = world_of(
         "dense",
@@ -72,8 +93,8 @@ def test_b30_no_step_is_larger_than_what_ran_before_ready(warm: WarmUp, seed: in
         step_tokens=warm.step_tokens,
         mixed_prefill_tokens=rng.randrange(1, warm.step_tokens + 1),
         max_drafts=warm.drafts,
-        split_phases=warm.mixed_tokens != warm.step_tokens,
-        prefill_from=max(0, warm.mixed_tokens - warm.slots + 1),
+        split_phases=border is not None,
+        prefill_from=border or 0,
         drafts=Ones() if warm.drafts else None,
     )
     for number in range(rng.randrange(1, 12)):
