@@ -15,7 +15,7 @@ from typing import Any
 import fake_cuda
 import pytest
 import torch
-from fake_driver import Driver
+from fake_driver_calls import Driver
 from test_cuda_order import built as built
 from test_local import same
 

@@ -16,7 +16,7 @@ import fake_cuda
 import hypothesis
 import pytest
 import torch
-from fake_driver import Driver
+from fake_driver_calls import Driver
 from hypothesis import strategies as st
 from ranks import plan_of
 from test_kernels_on_host import FLAGS, SOURCE

@@ -1,7 +1,9 @@
-"""Files under 500 lines, functions under 80; one kernel of a kernel file may take 200."""
+"""Files under 500 lines, functions under 80; one kernel of a kernel file may take 200. Modules of
+tests have names of their own: they are imported by them alone."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,13 @@ def test_functions_are_short() -> None:
         if (over := too_long(path, list(functions(path))))
     }
     assert not long
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """Whichever of two is imported first stands for both, in one order of tests and not another."""
+    files = [path.name for path in source_files(".py") if path.is_relative_to(ROOT / "tests")]
+    shared = {name: n for name, n in Counter(files).items() if n > 1}
+    assert shared.keys() <= {"conftest.py", "__init__.py"}
 
 
 @pytest.mark.parametrize(
