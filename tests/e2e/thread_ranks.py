@@ -94,6 +94,9 @@ class Links:
 
     def check(self) -> None: ...
 
+    def describe(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None: ...
 
 
