@@ -4,8 +4,8 @@ Requests decode; while they do, prompts come one after the other. In a pair (``c
 then computes a chunk by one layout and decodes by the other; elsewhere it computes both together.
 Seconds of a switch: what such a step takes beyond a chunk alone and a decode step alone; a layout
 that is no pair is measured beside it. A pair's decodes are steps like any, so their tokens are the
-same; elsewhere rows of both kinds share kernels, which are chosen by their number, so tokens of
-random weights in FP8 may change and are only counted.
+same; elsewhere, and with prompts under a pair's `prefill_from`, rows of both kinds share kernels,
+which are chosen by their number, so tokens of random weights in FP8 may change and are only counted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ TURNS, STEPS, EVERY = 3, 64, 8
 
 def switch(engine: Engine, batch: int, context: int, prompt: int) -> dict[str, Any]:
     """`batch` requests of `context` tokens decode `STEPS` tokens, alone and with a prompt of
-    `prompt` tokens each `EVERY` steps. In a pair their tokens must be the same, if those of two
-    runs alone are."""
+    `prompt` tokens each `EVERY` steps, in a pair of as many as cross over to the layout of prompts.
+    There their tokens must be the same, if those of two runs alone are."""
     assert engine.resolved is not None
-    apart = engine.resolved.plan.layouts[0].splits_phases
+    plan = engine.resolved.plan
+    apart = plan.layouts[0].splits_phases
+    if apart:
+        prompt = max(prompt, plan.prefill_from)
     report: dict[str, Any] = {"batch": batch, "context": context, "prompt": prompt, "us": []}
     first, _ = _running(engine, batch, context, 0)  # warms up, too
     same_alone, same_between = True, True
