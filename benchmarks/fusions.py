@@ -34,7 +34,7 @@ from metainfer.core.step import Phase
 from metainfer.engine.engine import Engine
 from metainfer.executor.graphs import StaticSteps
 from metainfer.executor.local import LocalParts
-from metainfer.kernels.select import Choice
+from metainfer.kernels.choice import Choice
 from metainfer.kernels.table import OpTable, Trace
 from metainfer.ops.catalog import builtin_registry
 

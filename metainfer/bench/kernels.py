@@ -22,7 +22,7 @@ from metainfer.core.verdict import Reason
 from metainfer.engine.machine import Machine, open_machine, source_digest
 from metainfer.kernels import tuning
 from metainfer.kernels.impl import Context, Impl, OpRequest, Setting
-from metainfer.kernels.select import objections
+from metainfer.kernels.select_op import objections
 from metainfer.kernels.tuning import Entry
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved

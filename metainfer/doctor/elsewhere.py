@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from metainfer.core.intent import Intent
     from metainfer.doctor.stock.audit import StockRequest
     from metainfer.engine.elsewhere import Elsewhere
-    from metainfer.kernels.select import Selection
+    from metainfer.kernels.choice import Selection
     from metainfer.platform.machine_file import MachineFile
 
 ELSEWHERE = "Read it there: metainfer doctor --save-machine FILE.toml."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from metainfer.kernels.select import Selection
+from metainfer.kernels.choice import Selection
 from metainfer.kv.book.spec import CacheSpec, GroupSpec
 
 if TYPE_CHECKING:

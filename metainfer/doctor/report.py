@@ -42,8 +42,8 @@ from metainfer.doctor.model_view import view_of
 from metainfer.doctor.stock.audit import StockRequest, audit
 from metainfer.doctor.topology import topology
 from metainfer.kernels import explain
+from metainfer.kernels.choice import Choice, Selection
 from metainfer.kernels.impl import Quality
-from metainfer.kernels.select import Choice, Selection
 from metainfer.platform.facts import CUDA
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from metainfer.core.errors import UsageError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Decision, Origin
+from metainfer.kernels.choice import Choice, Policy, Selection
 from metainfer.kernels.evidence import evidence_for
 from metainfer.kernels.impl import Evidence
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import Choice, Policy, Selection
 from metainfer.ops.catalog import builtin_registry
 from metainfer.planner.opening import OpenedModel
 from metainfer.planner.resolve import Resolved, choose, resolve

@@ -20,10 +20,10 @@ from metainfer.core.ledger import Loser, Origin
 from metainfer.core.records import Record, RecordStore
 from metainfer.engine.proving import CHILD, NOT_BEGUN, PASSED, TIME_LIMIT_S, Tried, try_apart
 from metainfer.kernels import tuning
+from metainfer.kernels.choice import Policy
 from metainfer.kernels.evidence import Qualification, evidence_for
 from metainfer.kernels.impl import Evidence, Impl, Layout, OpRequest
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import Policy
 from metainfer.kernels.tuning import Tuned, Tunings
 from metainfer.ops.catalog import builtin_registry
 from metainfer.planner import calibration, needs

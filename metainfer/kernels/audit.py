@@ -25,7 +25,7 @@ from metainfer.core.verdict import Verdict, reject, require
 from metainfer.kernels.evidence import Qualification, evidence_for
 from metainfer.kernels.impl import Context, Evidence, Impl, OpRequest
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import objections
+from metainfer.kernels.select_op import objections
 from metainfer.kernels.variant import Variant
 from metainfer.platform.capability import instructions
 from metainfer.platform.facts import DeviceFacts, Facts

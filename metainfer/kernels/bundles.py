@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from metainfer.core.errors import UsageError
+from metainfer.kernels.choice import Policy
 from metainfer.kernels.impl import OpRequest
 from metainfer.kernels.registry import Registry
-
-if TYPE_CHECKING:
-    from metainfer.kernels.select import Policy
 
 
 def roles_of(registry: Registry, op: str) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from metainfer.kernels.choice import Choice, Selection
 from metainfer.kernels.impl import Quality
-from metainfer.kernels.select import Choice, Selection
 
 
 def rows(choices: Selection | Iterable[Choice]) -> list[dict[str, object]]:

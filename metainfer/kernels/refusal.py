@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from metainfer.core.errors import RefusedError
 from metainfer.core.verdict import Reason
-
-if TYPE_CHECKING:
-    from metainfer.kernels.select import RefusedBundle, Unserved
+from metainfer.kernels.choice import RefusedBundle, Unserved
 
 
 def refusal(refused: Sequence[RefusedBundle], device: str) -> RefusedError:

@@ -17,8 +17,8 @@ from typing import Any
 
 from metainfer.core.errors import InternalError
 from metainfer.core.step import Phase
+from metainfer.kernels.choice import Choice, Selection
 from metainfer.kernels.impl import resolve_attribute
-from metainfer.kernels.select import Choice, Selection
 
 OPS = (
     "embed",

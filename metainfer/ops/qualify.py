@@ -22,7 +22,7 @@ from metainfer.formats.block_codecs import BlockTensor
 from metainfer.kernels.evidence import Qualification
 from metainfer.kernels.impl import Context, Impl, OpRequest, resolve_attribute
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import objections
+from metainfer.kernels.select_op import objections
 from metainfer.kv.store.entries import EntryPages, StateRows
 from metainfer.ops.case import DTYPES, Case, Weight, allowed, errors, poisoned
 from metainfer.ops.case_caches import (

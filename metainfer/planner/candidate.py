@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from metainfer.core.errors import RefusedError
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
-from metainfer.kernels.select import Selection
+from metainfer.kernels.choice import Selection
 from metainfer.planner.calibration import Calibration
 from metainfer.planner.predict import Prediction
 from metainfer.planner.ranks import Held

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from metainfer.core.plan import Limits
 from metainfer.core.step import Phase
+from metainfer.kernels.choice import Choice
 from metainfer.kernels.impl import Context
-from metainfer.kernels.select import Choice
 from metainfer.platform.facts import Facts
 
 

@@ -12,7 +12,7 @@ from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
-from metainfer.kernels.select import Choice, Selection
+from metainfer.kernels.choice import Choice, Selection
 
 LEAST = 64
 """Rows of a rank from which on half of their bytes is more than a launch: two ranks through host

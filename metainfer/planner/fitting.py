@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from metainfer.core.errors import RefusedError
-from metainfer.kernels.select import Bundle, RefusedBundle, Selection
+from metainfer.kernels.choice import Bundle, RefusedBundle, Selection
 
 T = TypeVar("T")
 

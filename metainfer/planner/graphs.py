@@ -10,7 +10,7 @@ from metainfer.core.ledger import Loser
 from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, Limits, StepGraph
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
-from metainfer.kernels.select import Choice, Selection
+from metainfer.kernels.choice import Choice, Selection
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
 from metainfer.planner.drafts import MODEL

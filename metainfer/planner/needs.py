@@ -16,7 +16,7 @@ from typing import Any
 from metainfer.core.digest import digest
 from metainfer.core.errors import UserError
 from metainfer.core.plan import Limits
-from metainfer.kernels.select import Bundle
+from metainfer.kernels.choice import Bundle
 from metainfer.models.arch import Arch
 from metainfer.planner.least_squares import not_negative
 

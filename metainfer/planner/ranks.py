@@ -13,8 +13,8 @@ from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.plan import DraftPlan, LayoutPlan, LedgerRow, Limits, StepGraph
 from metainfer.core.verdict import Reason
+from metainfer.kernels.choice import Choice
 from metainfer.kernels.impl import Layout
-from metainfer.kernels.select import Choice
 from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, form_groups
 from metainfer.models.arch import Arch
 from metainfer.planner import drafts, graphs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.kernels.bundles import pin_of
-from metainfer.kernels.select import Selection
+from metainfer.kernels.choice import Selection
 from metainfer.planner.needs import ops_of
 from metainfer.planner.ranks import MEASURED, Held
 

@@ -18,7 +18,8 @@ from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
 from metainfer.kernels.impl import OpRequest
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import Outcomes, Policy, Selection, select
+from metainfer.kernels.choice import Policy, Selection
+from metainfer.kernels.select import Outcomes, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch

@@ -16,8 +16,8 @@ from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
+from metainfer.kernels.choice import Bundle, Selection
 from metainfer.kernels.impl import Layout
-from metainfer.kernels.select import Bundle, Selection
 from metainfer.planner import goals
 from metainfer.planner.calibration import key, nothing_measured
 from metainfer.planner.candidate import Candidate

@@ -27,7 +27,7 @@ from metainfer.engine.machine import Machine, open_machine
 from metainfer.engine.proving import CHILD
 from metainfer.kernels.evidence import evidence_for
 from metainfer.kernels.impl import Context, Evidence, Impl, OpRequest
-from metainfer.kernels.select import objections
+from metainfer.kernels.select_op import objections
 from metainfer.ops.case import Case
 from metainfer.ops.catalog import op_cases
 from metainfer.platform.facts import CPU

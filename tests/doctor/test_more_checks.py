@@ -40,8 +40,8 @@ from metainfer.doctor.model_view import ModelView, view_of
 from metainfer.doctor.peer_test import PeerProof
 from metainfer.engine import elsewhere
 from metainfer.kernels import evidence
+from metainfer.kernels.choice import Bundle, Candidate, Choice, Selection
 from metainfer.kernels.impl import Evidence, Impl, OpRequest, Quality
-from metainfer.kernels.select import Bundle, Candidate, Choice, Selection
 from metainfer.kv.book.form import plain
 from metainfer.kv.book.spec import CacheSpec, GroupKind, form_groups
 from metainfer.planner.opening import open_model

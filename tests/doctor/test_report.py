@@ -17,9 +17,10 @@ from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
 from metainfer.doctor import report, text_report
 from metainfer.doctor.finding import blocker, information
+from metainfer.kernels.choice import Policy, Selection
 from metainfer.kernels.impl import Evidence, Impl, OpRequest
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import Policy, Selection, select
+from metainfer.kernels.select import select
 
 OPS = ("norm", "attend", "moe", "sample")
 

@@ -10,9 +10,11 @@ from metainfer.core.errors import InternalError
 from metainfer.core.step import Phase
 from metainfer.formats.quant import RawTensor
 from metainfer.kernels import explain
+from metainfer.kernels.choice import Choice, Policy
 from metainfer.kernels.impl import Evidence
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import Choice, Policy, select, select_op
+from metainfer.kernels.select import select
+from metainfer.kernels.select_op import select_op
 from metainfer.kernels.table import OpTable, PhaseOps, Trace
 from metainfer.ops.linear.packed import PackedWeight, pack_dense
 from metainfer.ops.trace import only_ops

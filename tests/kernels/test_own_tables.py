@@ -11,9 +11,10 @@ from metainfer.core.intent import Intent
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Verdict, require
 from metainfer.engine.elsewhere import describe
+from metainfer.kernels.choice import Policy
 from metainfer.kernels.evidence import evidence_for
 from metainfer.kernels.impl import Context, Evidence, Impl
-from metainfer.kernels.select import Policy, select
+from metainfer.kernels.select import select
 from metainfer.models.registry import random_config, read_arch
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved, resolve

@@ -7,8 +7,9 @@ from machines import card
 from test_select import REQUESTS, bundled, kernel, request, trusted
 
 from metainfer.core.errors import RefusedError
+from metainfer.kernels.choice import Policy
 from metainfer.kernels.conditions import device_kind
-from metainfer.kernels.select import Policy, select
+from metainfer.kernels.select import select
 
 
 def test_no_bundle_lists_every_reason_once() -> None:

@@ -13,6 +13,7 @@ from machines import LAYOUT_A, LAYOUT_B, SHARED, TABLE, card, host, kernel, requ
 from metainfer.core.errors import InternalError, RefusedError, UsageError
 from metainfer.core.step import Phase
 from metainfer.kernels import explain
+from metainfer.kernels.choice import Choice, Policy, Unserved
 from metainfer.kernels.conditions import (
     at_most,
     capability,
@@ -28,15 +29,8 @@ from metainfer.kernels.conditions import (
 from metainfer.kernels.evidence import evidence_for
 from metainfer.kernels.impl import Context, Evidence, Impl, Numerics, OpRequest, Quality
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import (
-    Choice,
-    Outcomes,
-    Policy,
-    Unserved,
-    objections,
-    select,
-    select_op,
-)
+from metainfer.kernels.select import Outcomes, select
+from metainfer.kernels.select_op import objections, select_op
 from metainfer.ops.catalog import builtin_registry
 from metainfer.platform.facts import DeviceFacts, Facts
 

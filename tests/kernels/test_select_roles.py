@@ -7,9 +7,10 @@ from machines import LAYOUT_A, LAYOUT_B, card, kernel, request, trusted
 
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.step import Phase
+from metainfer.kernels.choice import Policy
 from metainfer.kernels.impl import Layout
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import Policy, select
+from metainfer.kernels.select import select
 
 
 def test_a_layout_s_schemes_bind_the_ops_that_read_its_role() -> None:

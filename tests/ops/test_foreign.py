@@ -22,7 +22,7 @@ from metainfer.engine.elsewhere import describe
 from metainfer.engine.machine import Machine, open_machine
 from metainfer.engine.proving import Tried
 from metainfer.kernels.impl import Context, Evidence, Impl, OpRequest
-from metainfer.kernels.select import objections
+from metainfer.kernels.select_op import objections
 from metainfer.ops.attn_sparse import cases as sparse_cases
 from metainfer.ops.attn_sparse import vendor_flash_mla
 from metainfer.ops.catalog import builtin_registry, op_cases

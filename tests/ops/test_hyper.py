@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from metainfer.core.step import Phase
+from metainfer.kernels.choice import Choice, Policy
 from metainfer.kernels.impl import Evidence, OpRequest
-from metainfer.kernels.select import Choice, Policy, select_op
+from metainfer.kernels.select_op import select_op
 from metainfer.ops.catalog import builtin_registry
 from metainfer.ops.hyper.ref import hyper_collapse, hyper_head, hyper_mix, hyper_triplet, sinkhorn
 from metainfer.platform.machine_catalog import find_machine

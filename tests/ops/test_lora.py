@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from metainfer.core.step import Phase
 from metainfer.kernels.impl import Context, OpRequest
-from metainfer.kernels.select import objections
+from metainfer.kernels.select_op import objections
 from metainfer.ops.catalog import builtin_registry
 from metainfer.ops.lora import torch_lora
 from metainfer.ops.lora.cases import cases

@@ -14,7 +14,7 @@ from metainfer.core.errors import InternalError
 from metainfer.core.step import Phase
 from metainfer.kernels.audit import target_facts
 from metainfer.kernels.impl import Context, OpRequest
-from metainfer.kernels.select import objections
+from metainfer.kernels.select_op import objections
 from metainfer.ops.moe_experts.choice import portable_for, wgmma_for
 from metainfer.ops.moe_experts.impls import IMPLS
 from metainfer.ops.moe_experts.tiles import (

@@ -16,8 +16,8 @@ from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
+from metainfer.kernels.choice import Policy
 from metainfer.kernels.impl import Evidence
-from metainfer.kernels.select import Policy
 from metainfer.planner.adapters import adapter_rows
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved, resolve

@@ -6,7 +6,7 @@ import pytest
 
 from metainfer.core.errors import RefusedError
 from metainfer.core.verdict import Reason
-from metainfer.kernels.select import Bundle, RefusedBundle, Selection
+from metainfer.kernels.choice import Bundle, RefusedBundle, Selection
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
 
 SIZES = {"wide@1": 90, "middle@1": 60, "narrow@1": 20}

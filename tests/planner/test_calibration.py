@@ -17,8 +17,8 @@ from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
+from metainfer.kernels.choice import Policy
 from metainfer.kernels.impl import Evidence
-from metainfer.kernels.select import Policy
 from metainfer.ops.catalog import builtin_registry
 from metainfer.planner import calibration
 from metainfer.planner.amounts import Amounts

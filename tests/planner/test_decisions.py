@@ -15,8 +15,8 @@ from metainfer.core.ledger import Decision, Origin
 from metainfer.core.plan import DraftPlan, LayoutPlan, Limits
 from metainfer.core.step import Phase
 from metainfer.kernels.audit import target_facts
+from metainfer.kernels.choice import Policy
 from metainfer.kernels.impl import Evidence
-from metainfer.kernels.select import Policy
 from metainfer.models.registry import random_config, read_arch
 from metainfer.ops.catalog import builtin_registry
 from metainfer.ops.workspaces import FILTER_BYTES

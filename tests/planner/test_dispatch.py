@@ -17,7 +17,7 @@ from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
-from metainfer.kernels.select import Selection
+from metainfer.kernels.choice import Selection
 from metainfer.planner.dispatch import LEAST, least_rows, rounded_from
 from metainfer.planner.exchange import AROUND_US
 from metainfer.planner.steps import StepCost

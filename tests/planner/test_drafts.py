@@ -15,8 +15,8 @@ from metainfer.core.plan import DraftPlan
 from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
 from metainfer.kernels.audit import target_facts
+from metainfer.kernels.choice import Policy
 from metainfer.kernels.impl import Evidence
-from metainfer.kernels.select import Policy
 from metainfer.kv.book.form import plain
 from metainfer.kv.book.spec import CacheSpec, GroupKind, Rewind, form_groups
 from metainfer.models.deepseek_v4.cost import Costs

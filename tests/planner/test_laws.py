@@ -15,8 +15,8 @@ from metainfer.core.intent import GOALS, Intent
 from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.engine.elsewhere import Elsewhere, describe
+from metainfer.kernels.choice import Policy
 from metainfer.kernels.impl import Evidence
-from metainfer.kernels.select import Policy
 from metainfer.ops.catalog import builtin_registry
 from metainfer.planner.explain import explain_lines, explained
 from metainfer.planner.opening import open_model

@@ -10,7 +10,7 @@ from test_decisions import MODEL, REGISTRY, card, decision, resolved
 from metainfer.core.errors import UsageError
 from metainfer.core.intent import DECISIONS, Intent
 from metainfer.core.ledger import Origin
-from metainfer.kernels.select import Policy
+from metainfer.kernels.choice import Policy
 from metainfer.planner.resolve import resolve
 
 

@@ -17,9 +17,10 @@ from metainfer.core.ledger import Origin
 from metainfer.core.step import Phase
 from metainfer.core.verdict import reject
 from metainfer.kernels import conditions
+from metainfer.kernels.choice import Policy
 from metainfer.kernels.impl import Context, Evidence, Impl, OpRequest, Quality
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.select import Policy, select
+from metainfer.kernels.select import select
 from metainfer.ops.catalog import builtin_registry
 from metainfer.platform.base import Platform
 from metainfer.platform.discovery import installed, select_platform
