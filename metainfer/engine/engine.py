@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,8 +28,9 @@ from metainfer.engine.machine import Machine, open_machine
 from metainfer.engine.protocol import EngineInfo, EngineStats, Fault, Guards, Progress
 from metainfer.engine.recorder import FlightRecorder
 from metainfer.engine.stacks import StackTimer
-from metainfer.engine.steps import Steps, guard_trace, set_guard
+from metainfer.engine.steps import Steps, guard_trace
 from metainfer.engine.verdicts import status
+from metainfer.executor.protocol import OneDevice, ServingExecutor
 from metainfer.kernels.compiles import COMPILED_LATE, CompileWatch
 from metainfer.kv.book.manager import KVManager
 from metainfer.planner.drafts import MODEL, NGRAM
@@ -44,12 +45,12 @@ from metainfer.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from metainfer.comm.backends.emulated import Waited
     from metainfer.comm.emulated_ranks import EmulatedRanks
-    from metainfer.executor.local import LocalExecutor
-    from metainfer.executor.ranks import RankExecutor
     from metainfer.kernels.table import Trace
 
 OnProgress = Callable[[Progress], None]
 OnFault = Callable[[Fault], None]
+OnStep = Callable[[StepPlan, float], None]
+"""A plan whose result was read, and seconds of the whole turn."""
 
 UNWATCHED = Guards(hang_after_s=0.0)
 """For engines that no server watches: a debugger may stop in a step for as long as it likes."""
@@ -80,16 +81,15 @@ class Engine:
         self._trace = trace
         self._phases: list[tuple[str, float]] = []
         self._scheduler: Scheduler | None = None
-        self._executor: LocalExecutor | RankExecutor | None = None
+        self._executor: ServingExecutor | None = None
+        self._device: OneDevice | None = None  # the executor, where it is no group of ranks
         self._desk = GrammarDesk(None)
         self._phase_name = ""
         self._steps: Steps | None = None
         self._drawn: Counter[str] = Counter()  # of `_draws`, before ready
         self.compiles = CompileWatch(self._compiled_late)
         self.resolved: Resolved | None = None
-        self.on_step: Callable[[StepPlan, float], None] | None = (
-            None  # a plan read, and its whole turn
-        )
+        self.on_step: OnStep | None = None
 
     # -- start -------------------------------------------------------------------------------------
 
@@ -123,7 +123,9 @@ class Engine:
             self._executor = open_executor(
                 resolved, model, machine, self.intent, note=self._note, trace=trace
             )
-            set_guard(self._executor, self._guards.nan_guard)
+            if isinstance(self._executor, OneDevice):
+                self._device = self._executor
+                self._device.nan_guard = self._guards.nan_guard  # ranks look at logits
         with self._phase("warm-up"):
             self._executor.warm(self._note)
         self._open_grammars(self._executor, model, resolved.plan)
@@ -154,9 +156,7 @@ class Engine:
             links=machine.facts.links,
         )
 
-    def _open_loop(
-        self, executor: LocalExecutor | RankExecutor, resolved: Resolved, model: OpenedModel
-    ) -> None:
+    def _open_loop(self, executor: ServingExecutor, resolved: Resolved, model: OpenedModel) -> None:
         """A scheduler and its steps, over caches in which nothing is kept."""
         self._scheduler = self._make_scheduler(resolved, model)
         self._steps = Steps(
@@ -165,12 +165,10 @@ class Engine:
             self._recorder,
             StackTimer(self._guards.hang_after_s),
             self._on_fault,
-            ahead=cast("LocalExecutor", executor) if resolved.plan.overlap else None,
+            ahead=executor if resolved.plan.overlap else None,
         )
 
-    def _open_grammars(
-        self, executor: LocalExecutor | RankExecutor, model: OpenedModel, plan: Plan
-    ) -> None:
+    def _open_grammars(self, executor: ServingExecutor, model: OpenedModel, plan: Plan) -> None:
         """Grammars need the vocabulary's bytes, the only thing the engine knows of text."""
         with self._phase("grammars"):
             library, why = open_library(
@@ -197,19 +195,6 @@ class Engine:
 
     def _note(self, detail: str) -> None:
         self._on_progress(Progress(self._phase_name, None, detail))
-
-    def _percentage(self) -> Callable[[int, int], None]:
-        """A loading callback that notes each further tenth once."""
-        noted = 0
-
-        def report(done: int, total: int) -> None:
-            nonlocal noted
-            tenth = 10 * done // max(total, 1)
-            if noted < tenth < 10:
-                noted = tenth
-                self._note(f"{10 * tenth} %")
-
-        return report
 
     def _make_scheduler(self, resolved: Resolved, model: OpenedModel) -> Scheduler:
         plan = resolved.plan
@@ -355,16 +340,16 @@ class Engine:
     @property
     def waited(self) -> Waited | None:
         """What emulated collectives took so far; None where none is emulated."""
-        return self._alone.waited if self._alone is not None else None
+        return self._emulated.waited if self._emulated is not None else None
 
     @property
     def emulated_paths(self) -> dict[str, float]:
         """Share of emulated collectives by the backend and algorithm that their price is of."""
-        return self._alone.describe() if self._alone is not None else {}
+        return self._emulated.describe() if self._emulated is not None else {}
 
     @property
-    def _alone(self) -> EmulatedRanks | None:
-        return getattr(self._executor, "emulated", None)
+    def _emulated(self) -> EmulatedRanks | None:
+        return self._device.emulated if self._device is not None else None
 
     @property
     def has_work(self) -> bool:
@@ -384,8 +369,7 @@ class Engine:
 
     def eager(self) -> AbstractContextManager[None]:
         """Inside, nothing replays a captured step; ranks in other processes stay as they are."""
-        local = getattr(self._executor, "eager", None)
-        return nullcontext() if local is None else local()
+        return self._device.eager() if self._device is not None else nullcontext()
 
     def close(self) -> None:
         """Let go of the device."""
@@ -394,7 +378,7 @@ class Engine:
         if self._executor is not None:
             self._steps = None
             self._executor.close()
-            self._executor = None
+            self._executor = self._device = None
 
     def _ready(self) -> Resolved:
         if self.resolved is None or self._scheduler is None:

@@ -14,14 +14,14 @@ import sys
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from metainfer.core.errors import UsageError
-from metainfer.core.step import NON_FINITE, OUT_OF_MEMORY, RequestOutput, StepPlan, StepResult
+from metainfer.core.step import NON_FINITE, OUT_OF_MEMORY, RequestOutput, StepPlan
 from metainfer.engine.protocol import Fault
 from metainfer.engine.recorder import FlightRecorder, hashed
 from metainfer.engine.stacks import StackTimer
-from metainfer.executor.protocol import NanGuard
+from metainfer.executor.protocol import Executor, LateExecutor, NanGuard, OneDevice
 from metainfer.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -35,27 +35,6 @@ _NO_MEMORY = re.compile(
 _SIZE = re.compile(r"allocate (\d[\d.]* ?(?:[KMGT]i?B|bytes))")
 
 
-class Device(Protocol):
-    """An executor. Ranks answer as a group and cannot go on alone."""
-
-    def submit(self, plan: StepPlan) -> None: ...
-
-    def collect(self) -> StepResult: ...
-
-
-class LateDevice(Protocol):
-    """One whose steps may be under way when `submit` returns."""
-
-    @property
-    def unread(self) -> bool:
-        """Whether the latest open plan is."""
-        ...
-
-    def waits_for(self, plan: StepPlan) -> str:
-        """Why that one has to be read before `plan` is launched; empty where it has not."""
-        ...
-
-
 class Steps:
     """Schedules, launches and reads steps for an engine. `ahead`: the executor, where a step may be
     launched before the latest was read (ADR 0033). `tell` hands faults to whoever keeps records.
@@ -65,13 +44,13 @@ class Steps:
 
     def __init__(
         self,
-        executor: Device,
+        executor: Executor,
         scheduler: Scheduler,
         recorder: FlightRecorder,
         timer: StackTimer,
         tell: Callable[[Fault], None],
         *,
-        ahead: LateDevice | None = None,
+        ahead: LateExecutor | None = None,
     ) -> None:
         self._executor, self._scheduler = executor, scheduler
         self._recorder, self._timer, self._tell = recorder, timer, tell
@@ -99,12 +78,17 @@ class Steps:
         return plan, self._take(plan)
 
     @property
+    def _alone(self) -> OneDevice | None:
+        """The executor, where it may do what other ranks do not."""
+        return self._executor if isinstance(self._executor, OneDevice) else None
+
+    @property
     def _may_follow(self) -> bool:
         """Whether one step is open, and requests are not being tried one by one."""
         alone = len(self._open) == 1 and self._failed is None
         return alone and self._scheduler.trials.wanted is None
 
-    def _follow(self, device: LateDevice) -> None:
+    def _follow(self, device: LateExecutor) -> None:
         """Schedule the next step; launch it behind the open one, or keep it until that was read."""
         plan = self._scheduler.schedule()
         if plan is None:
@@ -135,8 +119,8 @@ class Steps:
         except Exception as error:
             self._failed = None
             self._recorder.failed(error)
-            alone = hasattr(self._executor, "free_memory") and not (self._open or self._held)
-            if not (is_out_of_memory(error) and alone):
+            device = self._alone if not (self._open or self._held) else None
+            if device is None or not is_out_of_memory(error):
                 raise
             asked = _SIZE.search(str(error))
             # The frames below hold the tensors that filled the memory.
@@ -149,12 +133,11 @@ class Steps:
             self._recorder.end(result)
             self.last_s = result.seconds
             return self._scheduler.commit(result)
-        return self._give_up(plan, size)
+        return self._give_up(plan, device, size)
 
-    def _give_up(self, plan: StepPlan, asked: str) -> list[RequestOutput]:
+    def _give_up(self, plan: StepPlan, device: OneDevice, asked: str) -> list[RequestOutput]:
         gc.collect()
-        executor: Any = self._executor
-        free = executor.free_memory()
+        free = device.free_memory()
         runs = sum(len(rank.runs) for segment in plan.segments for rank in segment.ranks)
         size = f"{asked} were asked for, " if asked else ""
         text = (
@@ -178,15 +161,14 @@ class Steps:
 
     def _locate(self, plan: StepPlan, slot: int) -> None:
         """Say where a run's NaN came from, if this executor can tell."""
-        locate = getattr(self._executor, "locate", None)
         request = self._recorder.name_of(slot)
         where = "this executor cannot look for the place"
         place = None
         if any(slot in later.released for later in self._open):
             where = "the request was put back meanwhile"
-        elif locate is not None:
+        elif (device := self._alone) is not None:
             try:
-                place = locate(plan, slot)
+                place = device.locate(plan, slot)
                 where = f"first at {place}" if place is not None else "not so when computed again"
             except (RuntimeError, MemoryError) as error:
                 where = f"the look for its place ended with {type(error).__name__}"
@@ -221,12 +203,6 @@ def guard_trace(guard: NanGuard, resolved: Resolved, trace: Trace | None) -> Tra
     from metainfer.executor.finite import FiniteTrace
 
     return FiniteTrace()
-
-
-def set_guard(executor: Any, guard: NanGuard) -> None:
-    """Tell an executor of one device what to look at; ranks look at logits."""
-    if hasattr(executor, "nan_guard"):
-        executor.nan_guard = guard
 
 
 def is_out_of_memory(error: BaseException) -> bool:

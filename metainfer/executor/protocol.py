@@ -19,10 +19,17 @@ copied back. Entries from its start on are simply overwritten; visibility is by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from metainfer.core.step import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from metainfer.comm.emulated_ranks import EmulatedRanks
+    from metainfer.executor.finite import Place
+    from metainfer.executor.slots import OpenGrammar
 
 
 class NanGuard(StrEnum):
@@ -55,4 +62,66 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release everything. Open plans are dropped. Idempotent."""
+        ...
+
+
+class LateExecutor(Executor, Protocol):
+    """One whose steps may be under way when `submit` returns (ADR 0033)."""
+
+    @property
+    def unread(self) -> bool:
+        """Whether the latest open plan is still on its way."""
+        ...
+
+    def waits_for(self, plan: StepPlan) -> str:
+        """Why that one has to be read before `plan` is launched; empty where it has not."""
+        ...
+
+
+class ServingExecutor(LateExecutor, Protocol):
+    """What an engine runs on, with weights and caches: a device, or ranks that act as one."""
+
+    def use_grammars(self, make: OpenGrammar) -> None:
+        """From now on requests may carry a grammar; `make` gives its state as they enter."""
+        ...
+
+    def warm(self, on_bucket: Callable[[str], None] = ...) -> None:
+        """Run and capture all that a step may need; `on_bucket` is told each in words."""
+        ...
+
+    @property
+    def draws(self) -> dict[str, int]:
+        """How the draws behind captured steps were launched, and how often."""
+        ...
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes in fact held on a card, by the kinds of the plan's memory ledger."""
+        ...
+
+    @property
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes that came from other ranks because they share rows or the cache, by what they
+        were."""
+        ...
+
+
+@runtime_checkable
+class OneDevice(Protocol):
+    """What an executor offers beside that when it decides for itself. Ranks answer as a group: what
+    one of them does alone would part it from the others."""
+
+    nan_guard: NanGuard
+    emulated: EmulatedRanks | None
+
+    def locate(self, plan: StepPlan, slot: int) -> Place | None:
+        """Where the run of `slot` in the latest plan first met NaN or infinity; None: not again."""
+        ...
+
+    def free_memory(self) -> int:
+        """Give back what caches of the allocator hold; bytes that are free afterwards."""
+        ...
+
+    def eager(self) -> AbstractContextManager[None]:
+        """Inside, captured steps run op by op."""
         ...

@@ -21,6 +21,8 @@ from metainfer.core.step import (
     TokenRun,
 )
 from metainfer.executor.late import DRAFTS, OP_BY_OP
+from metainfer.executor.local import LocalExecutor
+from metainfer.executor.protocol import OneDevice, ServingExecutor
 from metainfer.executor.ranks import RankExecutor
 from metainfer.executor.slots import GRAMMAR, HISTORY
 
@@ -75,6 +77,13 @@ def test_each_domain_answers_once_in_the_plan_s_slots() -> None:
         assert executor.draws == {"likeliest": 1 + 3}  # of who leads, not added up over steps
     other = RankExecutor(Group((10, 10, 21, 21)), LAYOUT, slots=3).execute(PLAN)
     assert other.rank_digest != result.rank_digest
+
+
+def test_a_group_is_no_device_that_decides_for_itself() -> None:
+    """Else an engine would compute a run again, or free memory, on one rank alone."""
+    serving: ServingExecutor = RankExecutor(Group((10, 10, 20, 20)), LAYOUT, slots=3)
+    assert not isinstance(serving, OneDevice)
+    assert {"locate", "free_memory", "eager"} <= set(vars(LocalExecutor))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from metainfer.engine.protocol import Fault
 from metainfer.engine.recorder import FlightRecorder, in_flight, read
 from metainfer.engine.stacks import StackTimer
 from metainfer.engine.steps import Steps
+from metainfer.executor.protocol import NanGuard
 
 
 class LateDevice:
@@ -53,8 +55,25 @@ class LateDevice:
     def collect(self) -> StepResult:
         return self._device.collect()
 
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.submit(plan)
+        return self.collect()
+
+    def close(self) -> None:
+        self._device.close()
+
+    # What it decides for itself, as one device may.
+
+    nan_guard, emulated = NanGuard.LOGITS, None
+
     def free_memory(self) -> int:
         return 1 << 20
+
+    def locate(self, plan: StepPlan, slot: int) -> None:
+        pytest.fail("it was looked for")
+
+    def eager(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def turns(world: World, device: LateDevice) -> tuple[Steps, FlightRecorder, list[Fault]]:
@@ -219,7 +238,7 @@ def test_nan_of_a_request_that_was_put_back_is_not_looked_for_in_its_slot() -> N
         return replace(result, runs=runs)
 
     device.submit, device.collect = world.device.submit, broken
-    device.unread, device.locate = True, lambda plan, slot: pytest.fail("it was looked for")
+    device.unread = True
     world.scheduler.schedule = taken  # type: ignore[method-assign]
     world.device._execute = lambda plan: StepResult(  # type: ignore[method-assign]
         plan.step, tuple(RunResult(run.slot) for run in plan.segments[0].ranks[0].runs)
