@@ -139,6 +139,11 @@ def _decide(
 ) -> int:
     """Put `value` on the record; `gain`: why it is on where nobody asked."""
     flag, wished = f"--{key.replace('_', '-')}", getattr(cards.intent, key)
+    step = cards.limits.step_tokens
+    unreached = key != SHARED and value > step
+    if unreached and wished is None:
+        text = f"chunks have at most {step:,} tokens, and a gain was measured from {value:,} on"
+        against = [*against, Reason("chunk", text)]
     if wished is not None and wished < 0:
         raise UsageError(f"{flag} is {wished}.", "Name a number of tokens, or 0 for never.")
     if wished and against:
@@ -148,6 +153,8 @@ def _decide(
         why, kind = "asked for" if wished else "switched off", cards.facts.device.kind
         if wished and kind not in STREAMS:
             why += f"; a {kind} has no stream beside the current one: nothing overlaps"
+        if unreached:
+            why += f"; chunks have at most {step:,} tokens: none does it"
         ledger.record(key, value, cards.intent.origin(key), why)
     elif value and gain is not None and not against:
         ledger.record(key, value, Origin.RECORD, gain.why)

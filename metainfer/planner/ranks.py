@@ -322,8 +322,7 @@ class Cards:
         steps = [(of_decodes(layout), step, decoding)]
         if layout.prefill > 1:
             border = self._short(layout, running, choices)
-            short = max(self.limits.mixed_prefill_tokens, border)
-            mixed = min(step, short + decoding)
+            mixed = min(step, max(border - 1, 0) + decoding)
             part = -(-step // layout.prefill)
             steps = [(of_decodes(layout), mixed, decoding), (of_prompts(layout), part, 1)]
         most, tokens = max(

@@ -16,15 +16,16 @@ from metainfer.core.ledger import Decision, DecisionLedger, Origin
 from metainfer.core.plan import DraftPlan, GroupPlan, LayoutPlan, Limits, ModelPlan, OpPlan, Plan
 from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
+from metainfer.kernels.choice import Policy, Selection
 from metainfer.kernels.impl import OpRequest
 from metainfer.kernels.registry import Registry
-from metainfer.kernels.choice import Policy, Selection
 from metainfer.kernels.select import Outcomes, select
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
 from metainfer.planner import (
     adapters,
+    chunks,
     dispatch,
     drafts,
     grammars,
@@ -106,13 +107,30 @@ class Resolved:
 class _Resolver:
     """One resolution in progress; each method decides one thing and writes it down."""
 
-    def __init__(self, intent: Intent, model: ModelFacts, facts: Facts) -> None:
-        self.intent = intent
+    def __init__(
+        self, intent: Intent, model: ModelFacts, facts: Facts, refused: int | None = None
+    ) -> None:
+        """`refused`: tokens of a chunk by the cost model with which nothing could be had."""
+        self.intent, self.refused = intent, refused
         self.model = model
         self.arch = model.arch.with_options(intent.model_options)
         self.facts = facts
         self.ledger = DecisionLedger()
         self.wishes = Wishes(intent, self.arch, facts, self.ledger)
+
+    def limits(self, dtype: str) -> Limits:
+        """With chunks as long as computing wants them, or as the seed says where those were
+        refused."""
+        chunk = chunks.enough(self.census(), self.facts, dtype, self.intent.goal)
+        return self.wishes.limits(chunk, self.refused)
+
+    def longer_chunk(self) -> int | None:
+        """Tokens of a chunk longer than the seed's, if the cost model wished for them."""
+        try:
+            found = self.ledger["limits.step_tokens"]
+        except KeyError:
+            return None
+        return int(str(found.value)) if found.origin is Origin.COST_MODEL else None
 
     def record_cache(self, held: Held, selection: Selection) -> None:
         limited = f"limited by {held.cache.limited_by}"
@@ -292,9 +310,37 @@ def resolve(
     """
     _check_wish(intent)
     facts = seen_by_ranks(intent, facts, model.arch.routed_experts, emulation)
-    resolver = _Resolver(intent, model, facts)
+
+    def once(refused: int | None = None) -> Resolved:
+        resolver = _Resolver(intent, model, facts, refused)
+        try:
+            return _resolved(
+                resolver, registry, policy, machine, source, measured, needs, emulation
+            )
+        except RefusedError:
+            longer = resolver.longer_chunk()
+            if longer is None or refused is not None:
+                raise
+        return once(longer)
+
+    return once()
+
+
+def _resolved(
+    resolver: _Resolver,
+    registry: Registry,
+    policy: Policy,
+    machine: str,
+    source: Origin,
+    measured: Callable[[str], Calibration | None],
+    needs: Callable[[str], Needs | None],
+    emulation: Emulation | None,
+) -> Resolved:
+    """`resolve` for chunks of one length."""
+    intent, model, facts = resolver.intent, resolver.model, resolver.facts
     ledger, wishes = resolver.ledger, resolver.wishes
-    dtype, limits = wishes.dtype(), wishes.limits()
+    dtype = wishes.dtype()
+    limits = resolver.limits(dtype)
     page, draft = wishes.page_tokens(), resolver.draft(limits)
     counted = resolver.census()
 
@@ -362,7 +408,8 @@ def choose(
     """The kernels alone, for a machine that cannot hold the rest. Raises as `resolve`."""
     resolver = _Resolver(intent, model, facts)
     wishes = resolver.wishes
-    dtype, limits, page = wishes.dtype(), wishes.limits(), wishes.page_tokens()
+    dtype = wishes.dtype()
+    limits, page = resolver.limits(dtype), wishes.page_tokens()
     draft = resolver.draft(limits)
     asked = resolver.requests(dtype, limits, page, draft, resolver.census())
     return select(registry, asked, facts, policy, shares.steps(limits, intent.goal))

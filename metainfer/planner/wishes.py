@@ -28,6 +28,8 @@ class _Defaults:
 
 _DEFAULTS = {CPU: _Defaults("float32", 32, 1024, 128, 32)}
 _ACCELERATOR = _Defaults("bfloat16", 64, 4096, 512, 64)
+_LONG = "so long that a step computes for longer than it reads weights"
+_BOUND = "bounds how long a prompt can hold up running answers"
 
 
 class Wishes:
@@ -62,7 +64,9 @@ class Wishes:
             raise UsageError(f"dtype {dtype!r} is not known.", f"Known: {', '.join(DTYPE_BYTES)}.")
         return dtype
 
-    def limits(self) -> Limits:
+    def limits(self, chunk: int | None = None, refused: int | None = None) -> Limits:
+        """`chunk`: prompt tokens that a step takes where nobody says (`chunks.enough`), None for
+        seeds; `refused`: of such a chunk with which nothing could be had."""
         most = self.arch.max_context
         context = self.number(
             "context", "limits.max_context", most, "the model's own limit", Origin.CHECKPOINT
@@ -78,25 +82,25 @@ class Wishes:
             running = self.seeds.running
         elif running < 1:
             raise UsageError(f"concurrency is {running}; it must be at least 1.", code="bad_usage")
-        step = self.number(
-            "chunk_tokens",
-            "limits.step_tokens",
-            max(self.seeds.step_tokens, running),
-            "seed for this kind of device",
-            Origin.SEED,
-        )
+        seed, why, origin = self.seeds.step_tokens, "seed for this kind of device", Origin.SEED
+        if refused is not None:
+            why = f"seed for this kind of device: {refused:,} left too little memory"
+        elif chunk is not None and chunk > seed:
+            seed, why, origin = chunk, _LONG, Origin.COST_MODEL
+        step = self.number("chunk_tokens", "limits.step_tokens", max(seed, running), why, origin)
         if step < running:
             raise UsageError(
                 f"a step of {step} tokens cannot decode {running} sequences.",
                 f"Raise --chunk-tokens to {running}, or lower --concurrency.",
             )
-        seed = self.seeds.mixed_prefill_tokens
+        seed = self.seeds.mixed_prefill_tokens if chunk is None else chunk
+        origin = Origin.SEED if chunk is None else Origin.COST_MODEL
         mixed = self.number(
             "mixed_tokens",
             "limits.mixed_prefill_tokens",
             min(seed, step),
-            "bounds how long a prompt can hold up running answers",
-            Origin.SEED if seed < step else Origin.DERIVED,
+            _BOUND if chunk is None else f"{_LONG}; running answers wait (--goal latency: 512)",
+            origin if seed <= step else Origin.DERIVED,
         )
         if mixed > step:
             raise UsageError(

@@ -165,7 +165,8 @@ def test_captured_steps_are_in_the_ledger_or_left_over() -> None:
 
 def test_a_bound_that_the_step_sets_is_derived() -> None:
     key = "limits.mixed_prefill_tokens"
-    assert decision(resolved(), key).origin is Origin.SEED
+    assert decision(resolved(goal="latency"), key).origin is Origin.SEED
+    assert decision(resolved(), key).origin is Origin.COST_MODEL
     short = resolved(chunk_tokens=100, concurrency=4)
     assert short.plan.limits.mixed_prefill_tokens == 100
     assert decision(short, key).origin is Origin.DERIVED

@@ -42,7 +42,7 @@ def test_nothing_takes_turns_unmeasured() -> None:
 
 
 def test_a_shared_chunk_has_its_gathers_beside_where_that_was_measured() -> None:
-    wish: dict[str, Any] = {"context": 8192, "parallel": "cp2/tp2"}
+    wish: dict[str, Any] = {"context": 8192, "parallel": "cp2/tp2", "chunk_tokens": 8192}
     found = planned.__wrapped__(V4, "2x-h200-nop2p", **wish)
     value, origin, _ = said(found, "gathers_beside")
     assert value == found.plan.gathers_beside > 0 and origin is Origin.RECORD
@@ -235,7 +235,7 @@ def test_pieces_are_of_one_layout_and_leave_what_takes_turns(
     least = replace(halved, gains={4096: 1.1}, tokens=4096, record="of pieces")
     rows = {gains.HALVES: (halved,), gains.PIECES: (least,)}
     monkeypatch.setattr(gains, "shipped", lambda what: rows.get(what, ()))
-    wish: dict[str, Any] = {"context": 8192, "parallel": "tp2"}
+    wish: dict[str, Any] = {"context": 8192, "parallel": "tp2", "chunk_tokens": 8192}
     found = planned.__wrapped__(V4, "2x-h200-nop2p", **wish)
     assert (found.plan.halves, found.plan.sum_pieces) == (8192, 4096)
     (told,) = (each for each in found.plan.decisions if each.key == "sum_pieces")
@@ -249,17 +249,19 @@ def test_pieces_are_of_one_layout_and_leave_what_takes_turns(
 
 
 def test_pieces_are_on_where_halves_are_switched_off() -> None:
-    found = planned(V4, "2x-h200-nop2p", context=8192, parallel="tp2", halves=0)
+    wish: dict[str, Any] = {"context": 8192, "parallel": "tp2", "chunk_tokens": 8192}
+    found = planned(V4, "2x-h200-nop2p", **wish, halves=0)
     assert said(found, "sum_pieces") == (8192, Origin.RECORD, [])
 
 
 def said_of_halves(machine: str, model: str = V4, **wishes: Any) -> tuple[object, Origin]:
-    found = planned.__wrapped__(model, machine, context=8192, **wishes)
+    found = planned.__wrapped__(model, machine, context=8192, chunk_tokens=8192, **wishes)
     return said(found, "halves")[:2]
 
 
 def test_chunks_take_turns_from_where_a_gain_was_measured(halved: gains.Gain) -> None:
-    found = planned.__wrapped__(V4, "2x-h200-nop2p", context=8192, parallel="tp2")
+    wish: dict[str, Any] = {"context": 8192, "parallel": "tp2", "chunk_tokens": 8192}
+    found = planned.__wrapped__(V4, "2x-h200-nop2p", **wish)
     assert found.plan.halves == halved.tokens
     (told,) = (each for each in found.plan.decisions if each.key == "halves")
     assert (

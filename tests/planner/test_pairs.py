@@ -79,9 +79,12 @@ def test_who_asks_decides_and_no_more_is_captured() -> None:
 
 def test_the_largest_step_of_either_layout_has_room() -> None:
     """Of a step of 4,096 tokens each of two ranks computes a half, of a short chunk all rows."""
-    asked = {border: planned("cp2/tp2", prefill_from=border) for border in (600, 4096)}
-    rows = [activations(found) for found in asked.values()]
-    assert rows == ["activations of 2048 tokens", "activations of 4096 tokens"]
+    asked = [
+        planned("cp2/tp2", prefill_from=border, chunk_tokens=4096, mixed_tokens=mixed)
+        for border, mixed in ((600, 512), (600, 4096), (4096, 512))
+    ]
+    rows = [activations(found) for found in asked]
+    assert rows == [f"activations of {n} tokens" for n in (2048, 2048, 4096)]
 
 
 def test_the_ledger_counts_by_the_border_of_the_plan() -> None:
