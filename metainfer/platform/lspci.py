@@ -55,10 +55,6 @@ class PciDevice:
         return self.address.split(":")[0]
 
     @property
-    def is_bridge(self) -> bool:
-        return self.buses is not None
-
-    @property
     def redirects(self) -> tuple[str, ...]:
         """Switches in force that take peer traffic off its short way."""
         return tuple(name for name in REDIRECTS if (self.acs or {}).get(name))

@@ -1,4 +1,4 @@
-"""B-04, B-07: what our own plans look up depends on shapes of a rank and facts of a card."""
+"""B-03, B-04, B-07: what our own plans look up depends on shapes of a rank and facts of a card."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from metainfer.kernels.evidence import evidence_for
 from metainfer.kernels.impl import Context, Evidence, Impl
 from metainfer.kernels.select import select
 from metainfer.models.registry import random_config, read_arch
+from metainfer.ops.attn_paged.tiles import HEAD_DIMS
 from metainfer.planner.opening import open_model
 from metainfer.planner.resolve import Resolved, resolve
 
@@ -86,6 +87,34 @@ def test_b04_a_threshold_is_applied_to_the_rows_of_a_rank(
         ]
     short = next(d for d in plan.decisions if d.key == "ops.linear.wq_b@decode")
     assert short.value != TALL  # a decode has its own rows
+
+
+@pytest.mark.parametrize("head", [32, 64, 72, 96, 128, 200, 256])
+def test_b03_a_head_width_is_instantiated_or_refused_with_those_that_are(head: int) -> None:
+    """The plan says so, and another implementation serves: nothing is launched beside its sizes."""
+    there = describe("8x-rtx-pro-6000")
+    config: dict[str, Any] = {**random_config("qwen3-8b", {}), "head_dim": head}
+    asked = read_arch(config, "test").op_requests(Phase.DECODE, 8, 8, "bfloat16", {}, 64)
+    policy = Policy(evidence=evidence_for(there.facts), min_evidence=Evidence.COMPILED)
+    chosen = select(there.registry, asked, there.facts, policy).bundle
+    (attention,) = [c for c in chosen.choices if c.request.op == "attn_paged"]
+    assert (attention.impl.provider == "triton") == (head in HEAD_DIMS)
+    told = {
+        lost.impl: reason.message
+        for lost in attention.rejected
+        for reason in lost.reasons
+        if reason.code == "instantiation"
+    }
+    listed = ", ".join(map(str, HEAD_DIMS))
+    refused = (
+        {}
+        if head in HEAD_DIMS
+        else dict.fromkeys(
+            (i.name for i in there.registry.of("attn_paged") if i.provider == "triton"),
+            f"d is {head}; instantiated for {listed}",
+        )
+    )
+    assert told == refused
 
 
 NAMES = (

@@ -10,7 +10,7 @@ import pytest
 from metainfer.core.errors import ModelError, UsageError
 from metainfer.kv.book.spec import CacheSpec, GroupKind, Rewind, form_groups
 from metainfer.models.deepseek_v4.arch import LayerKind
-from metainfer.models.deepseek_v4.caches import bytes_per_sequence, bytes_per_token, page_unit
+from metainfer.models.deepseek_v4.caches import page_unit
 from metainfer.models.deepseek_v4.config import read_arch
 
 MILLION = 1_048_576
@@ -87,6 +87,18 @@ def test_layer_mix() -> None:
 
 def caches(latent: str, index: str, dtype: str = "bfloat16") -> tuple[CacheSpec, ...]:
     return read_arch(released()).cache_specs(dtype, {"kv": latent, "index": index})
+
+
+def bytes_per_token(specs: tuple[CacheSpec, ...]) -> Fraction:
+    """What one more token costs in the long run: entries over their ratios, without windows."""
+    paged = (spec for spec in specs if spec.kind is GroupKind.PAGED)
+    return sum((Fraction(spec.form.bytes, spec.tokens_per_entry) for spec in paged), Fraction(0))
+
+
+def bytes_per_sequence(specs: tuple[CacheSpec, ...]) -> tuple[int, int]:
+    """What every long sequence holds whatever its length: window entries, and raw rows."""
+    window = sum(spec.window * spec.form.bytes for spec in specs)
+    return window, sum(spec.state_bytes for spec in specs)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from metainfer.core.plan import LayoutPlan
 from metainfer.engine.elsewhere import describe
 from metainfer.engine.engine import Engine
 from metainfer.formats.completeness import CheckpointError
+from metainfer.kv.book.spec import CacheSpec
 from metainfer.models.arch import Cut, WeightSpec
 from metainfer.models.dsa import cost
 from metainfer.models.dsa.arch import DsaArch
-from metainfer.models.dsa.caches import bytes_per_token
 from metainfer.models.dsa.config import read_arch
 from metainfer.models.dsa.shapes import random_configs
 from metainfer.models.registry import random_draws
@@ -54,6 +54,11 @@ def stored_bytes(name: str) -> int:
 
 
 # -- tensors ---------------------------------------------------------------------------------------
+
+
+def bytes_per_token(specs: tuple[CacheSpec, ...]) -> int:
+    """What one more token costs over all layers."""
+    return sum(spec.form.bytes for spec in specs)
 
 
 def test_parameters_and_bytes_are_those_of_the_published_index() -> None:

@@ -159,7 +159,7 @@ def test_the_tree_of_a_switch_host() -> None:
     ]
     gpu = tree.devices["0000:19:00.0"]
     assert (gpu.speed, gpu.width, gpu.max_speed, gpu.max_width) == (5, 16, 5, 16)
-    assert gpu.window == 128 << 30 and gpu.numa_node == 0 and not gpu.is_bridge
+    assert gpu.window == 128 << 30 and gpu.numa_node == 0
     assert chain[0].acs is not None and chain[0].redirects == ()
     assert text_facts.switch_of(tree, "0000:19:00.0") == "0000:16:00.0"
     assert text_facts.switch_of(tree, "0000:99:00.0") is None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from metainfer.kv.book.form import (
@@ -120,15 +119,3 @@ def _rows(layer: int, name: str, width: int, ratio: int, overlap: bool, stored: 
         ring_tokens=DRAFTS,
         clean_tokens=0 if overlap else ratio,
     )
-
-
-def bytes_per_token(specs: tuple[CacheSpec, ...]) -> Fraction:
-    """What one more token costs in the long run: entries over their ratios, without windows."""
-    paged = (spec for spec in specs if spec.kind is GroupKind.PAGED)
-    return sum((Fraction(spec.form.bytes, spec.tokens_per_entry) for spec in paged), Fraction(0))
-
-
-def bytes_per_sequence(specs: tuple[CacheSpec, ...]) -> tuple[int, int]:
-    """What every long sequence holds whatever its length: window entries, and raw rows."""
-    window = sum(spec.window * spec.form.bytes for spec in specs)
-    return window, sum(spec.state_bytes for spec in specs)

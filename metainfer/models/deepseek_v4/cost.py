@@ -72,12 +72,6 @@ def decode_flops(arch: DeepSeekV4Arch, context: int) -> dict[str, float]:
     }
 
 
-def prefill_flops(arch: DeepSeekV4Arch, tokens: int) -> float:
-    """FLOPs of a prompt of `tokens` tokens; causal sums, logits of the last row alone."""
-    head = parameters(arch).head
-    return 2.0 * (active(arch) - head) * tokens + 2.0 * head + sum(prefill_attention(arch, tokens))
-
-
 def prefill_attention(arch: DeepSeekV4Arch, tokens: int) -> tuple[float, float]:
     """FLOPs of attention in a prompt of `tokens` tokens: by query heads, and the indexer's."""
     csa, hca = arch.kinds.count("csa"), arch.kinds.count("hca")
@@ -103,11 +97,6 @@ def distinct_experts(arch: DeepSeekV4Arch, batch: int) -> float:
     """Experts of one layer that `batch` tokens touch under uniform routing."""
     missed = (1 - arch.experts_per_token / arch.experts) ** batch
     return arch.experts * (1 - missed)
-
-
-def routed_bytes(arch: DeepSeekV4Arch, batch: int, expert_bytes: float) -> float:
-    """Bytes of routed experts that one decode step of `batch` tokens reads over all layers."""
-    return arch.layers * distinct_experts(arch, batch) * expert_bytes
 
 
 def cache_reads(arch: DeepSeekV4Arch, specs: Sequence[CacheSpec], context: int) -> float:

@@ -60,8 +60,3 @@ def cache_specs(arch: DsaArch, dtype: str) -> tuple[CacheSpec, ...]:
         if full:
             found.append(CacheSpec(layer=layer, name="index", kind=GroupKind.PAGED, form=key))
     return tuple(found)
-
-
-def bytes_per_token(specs: tuple[CacheSpec, ...]) -> int:
-    """What one more token costs over all layers."""
-    return sum(spec.form.bytes for spec in specs)
