@@ -11,7 +11,7 @@ Needs no GPU and no second machine; other work on the host only makes it slower.
 * ``calls``: 100,000 calls of changing size and algorithm with random delays of a rank, across the
   wrap of the call counter, each result compared;
 * ``killed``: ranks call on and on, one of them is killed at a random moment; how long the others
-  take to end with an error that names it, and which processes and shared memory are left.
+  take to end with an error that names it, and what is left of the group.
 
 Prints one JSON document, written after every row. Exit status 1 when anything is wrong.
 """
@@ -36,7 +36,7 @@ from metainfer.comm.backends.shm_cpu import ShmComm
 from metainfer.comm.errors import CommError
 from metainfer.comm.plan import Offer, choose
 from metainfer.comm.request import Op, Request
-from metainfer.comm.segment import FOLDER
+from metainfer.comm.segment import socket_name
 
 ALGORITHMS = ("one_shot", "two_shot")
 SIZES = (2, 6, 14, 30, 510, 4094, 4096, 65_534, 1 << 20, (1 << 20) + 2, 16 << 20)
@@ -112,9 +112,10 @@ def on_ranks(world: int, step: Callable[[str, int], object]) -> tuple[str, list[
 
 
 def left_of(token: str, pids: list[int]) -> list[str]:
-    """Processes and shared memory of a group that is gone."""
+    """Processes of a group that is gone, whose memory goes with them, and its meeting place."""
     left = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
-    return left + [path.name for path in Path(FOLDER).glob(f"*{token}*")]
+    name = socket_name(token).replace("\0", "@")
+    return left + [name] * (name in Path("/proc/net/unix").read_text().split())
 
 
 def exact(world: int, size: int, dtype: str) -> Report:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from metainfer.comm.model import host_limit_us
-from metainfer.comm.segment import sweep
 from metainfer.workers.group import GroupError
 from metainfer.workers.ranks import ProcessGroup
 
@@ -26,7 +25,6 @@ def group_of(devices: list[int], environ: dict[str, str]) -> ProcessGroup:
         len(devices),
         facts=facts,
         environ=lambda rank: {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "32", **environ},
-        after_close=[sweep],
     )
 
 

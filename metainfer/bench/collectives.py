@@ -19,7 +19,6 @@ from metainfer.comm.peers import Place
 from metainfer.comm.plan_file import Key, PlanFile, read, retune, write
 from metainfer.comm.plan_tiers import Bucket, Sample, Tier, decode_buckets, make_tiers
 from metainfer.comm.request import ELEMENT_BYTES, Op
-from metainfer.comm.segment import sweep
 from metainfer.core.errors import UsageError
 from metainfer.core.intent import Intent
 from metainfer.engine.machine import open_machine
@@ -75,7 +74,6 @@ def run(intent: Intent, options: CollectivesOptions, log: Callable[[str], None])
         facts=facts,
         start_s=600.0,
         environ=lambda rank: QUEUES,
-        after_close=[sweep],
     ) as group:
         share = options.seconds / (len({len(g) for g in groups.values()}) * 2)
         for role, members in {len(g): (r, g) for r, g in groups.items()}.values():

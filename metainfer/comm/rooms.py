@@ -11,8 +11,7 @@ from metainfer.core.plan import LayoutPlan
 
 SLOT_BYTES = 1 << 20
 HOST_BYTES = 8 << 20
-"""Of a small group's slots in host memory. A layout has up to five groups, and a container often
-64 MiB of shared memory for all of them."""
+"""Of a small group's slots in host memory, all of it pinned; a layout has up to five groups."""
 COUNTERS = 64 << 10
 """Of staging memory, in front of its parts."""
 PROVEN = (1, 777, 70_001)

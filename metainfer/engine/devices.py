@@ -91,7 +91,6 @@ def _open_ranks(
 ) -> RankExecutor:
     from metainfer.comm import plan_file
     from metainfer.comm.driver import QUEUES
-    from metainfer.comm.segment import sweep
     from metainfer.engine.rank import facts_of, tiers_path
     from metainfer.executor.ranks import RankExecutor
     from metainfer.workers.ranks import ProcessGroup
@@ -112,6 +111,5 @@ def _open_ranks(
         facts=facts,
         start_s=START_S,
         environ=lambda rank: QUEUES,
-        after_close=[sweep],
     )
     return RankExecutor(group, layout, resolved.sizes.slots, resolved.plan.graphs)

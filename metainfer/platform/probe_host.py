@@ -159,7 +159,19 @@ def memory_limit(root: Folder = Path("/")) -> int | None:
 
 def available_memory(root: Folder = Path("/")) -> int | None:
     """Bytes that can be taken now without swapping, control groups included."""
+    return memory_room(root)[0]
+
+
+def memory_room(root: Folder = Path("/")) -> tuple[int | None, str]:
+    """`available_memory`, and which limit says so.
+
+    Pages of files that a control group could drop count as free, as they do in the kernel's number
+    for the machine: a container that has read a checkpoint is not full.
+    """
+    rooms: list[tuple[int, str]] = []
     free = meminfo(root, "MemAvailable")
+    if free is not None:
+        rooms.append((free, "MemAvailable in /proc/meminfo"))
     for folder in _group_folders(root, "memory"):
         for limit_name, used_name in (
             ("memory.max", "memory.current"),
@@ -168,8 +180,19 @@ def available_memory(root: Folder = Path("/")) -> int | None:
             limit = _integer((read_text(folder / limit_name) or "").strip())
             used = _integer((read_text(folder / used_name) or "").strip())
             if limit is not None and used is not None and limit < _NO_LIMIT:
-                free = _least(free, max(0, limit - used))
-    return free
+                room = limit - used + min(used, _file_pages(folder))
+                how = f"control group limit of {limit:,} B, {used:,} B of it used"
+                rooms.append((max(0, room), how))
+    return min(rooms, default=(None, "not known"))
+
+
+def _file_pages(folder: Folder) -> int:
+    """Bytes of files in a control group's memory; version 1 has its children's under ``total_``."""
+    rows = (line.split() for line in (read_text(folder / "memory.stat") or "").splitlines())
+    held = {row[0]: _integer(row[1]) or 0 for row in rows if len(row) == 2}
+    return sum(
+        held.get(f"total_{name}", held.get(name, 0)) for name in ("inactive_file", "active_file")
+    )
 
 
 def meminfo(root: Folder, field: str) -> int | None:

@@ -32,12 +32,11 @@ _MODULE = "metainfer.workers.rank_main"
 class ProcessGroup:
     """Ranks 0 .. size - 1. Made by `spawn`; use as a context manager.
 
-    `token` names the group, new for each; ranks name their shared memory by it.
+    `token` names the group, new for each and known to its ranks alone: by it they meet.
     """
 
-    def __init__(self, token: str, after_close: Sequence[Callable[[str], object]]) -> None:
+    def __init__(self, token: str) -> None:
         self.token = token
-        self._after_close = tuple(after_close)
         self._children: list[Child] = []
         self._channels: list[socket.socket] = []
         self._failure: GroupError | None = None
@@ -54,17 +53,15 @@ class ProcessGroup:
         environ: Callable[[int], Mapping[str, str]] | None = None,
         log: Callable[[int], Path] | None = None,
         start_s: float = START_S,
-        after_close: Sequence[Callable[[str], object]] = (),
     ) -> ProcessGroup:
         """Start `size` ranks; each makes ``module:callable`` of `target` from its `RankFacts`.
 
-        `facts`: per rank, plain data. `environ` and `log`: of a rank. `after_close`: called with
-        the token once no process is left, to take back or wait for what they held.
+        `facts`: per rank, plain data. `environ` and `log`: of a rank.
 
         Raises:
             GroupError: a rank did not come up; the others are ended first.
         """
-        group = cls(secrets.token_hex(8), after_close)
+        group = cls(secrets.token_hex(8))
         try:
             for rank in range(size):
                 group._start(rank, environ, log)
@@ -120,8 +117,6 @@ class ProcessGroup:
         terminate_all(self._children, 0.0)
         for channel in self._channels:
             channel.close()
-        for act in self._after_close:
-            act(self.token)
 
     def _start(
         self,

@@ -48,7 +48,7 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """What a rank is told. `token` names the group, for shared memory; `facts` is its caller's."""
+    """What a rank is told. `token`: by which the group's ranks meet; `facts`: its caller's."""
 
     rank: int
     world: int

@@ -6,6 +6,7 @@ found to ``FOLDER/SCENE-WORLD-RANK.json``.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -21,12 +22,13 @@ from test_local import ALGORITHMS, expected, inputs, same
 
 from metainfer.comm import layout
 from metainfer.comm.agree import DisagreementError, agree
-from metainfer.comm.backends.shm_cpu import ShmComm
+from metainfer.comm.backends.shm_cpu import ShmComm, share
 from metainfer.comm.backends.slabs import gather_bytes
 from metainfer.comm.errors import CommError
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.request import Op, Request
-from metainfer.core.errors import MetaInferError
+from metainfer.comm.segment import Segment
+from metainfer.core.errors import MetaInferError, UserError
 
 Found = dict[str, object]
 
@@ -168,6 +170,36 @@ def disagree(token: str, rank: int, world: int) -> Found:
     return {}
 
 
+def more(token: str, rank: int, world: int) -> Found:
+    """Each writes its word into memory that the group shares beside its own."""
+
+    def make(request: Request):
+        return plan_of(request, "direct", "shm_cpu")
+
+    with ShmComm.open(token, rank, world, slot_bytes=8192) as comm:
+        memory = share(comm, f"{token}-more", make, 1 << 20)
+        words = (ctypes.c_uint64 * world).from_address(memory.address + (1 << 20) - 8 * world)
+        words[rank] = rank + 1
+        gather_bytes(comm, make, b"")
+        return {"words": list(words)}
+
+
+def short(token: str, rank: int, world: int) -> Found:
+    """Rank 0 cannot have it, and says so as a rank does."""
+
+    def none(*arguments: object) -> Segment:
+        raise UserError("no memory on rank 0")
+
+    with ShmComm.open(token, rank, world, slot_bytes=8192) as comm:
+        Segment.create = none  # type: ignore[method-assign, assignment]
+        try:
+            share(comm, f"{token}-more", lambda r: plan_of(r, "direct", "shm_cpu"), 4096)
+        except MetaInferError as error:
+            comm.abort(str(error))
+            return {"kind": type(error).__name__, "error": str(error)}
+    return {}
+
+
 SCENES: dict[str, Callable[[str, int, int], Found]] = {
     "ops": ops,
     "large": large,
@@ -177,6 +209,8 @@ SCENES: dict[str, Callable[[str, int, int], Found]] = {
     "quiet_end": quiet_end,
     "absent": absent,
     "disagree": disagree,
+    "more": more,
+    "short": short,
 }
 
 

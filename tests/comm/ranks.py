@@ -13,6 +13,7 @@ from metainfer.comm.backends.local import LocalGroup
 from metainfer.comm.backends.slabs import SlabComm
 from metainfer.comm.plan import CommPlan, Offer, choose
 from metainfer.comm.request import Request
+from metainfer.comm.segment import socket_name
 from metainfer.workers.process import Child, spawn
 
 _count = itertools.count()
@@ -59,5 +60,7 @@ def start(
     ]
 
 
-def leftovers(name: str) -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob(f"metainfer-{name}*")]
+def leftovers(*tokens: str) -> list[str]:
+    """Of groups that are gone: those whose meeting place somebody still holds."""
+    held = Path("/proc/net/unix").read_text().split()
+    return [token for token in tokens if socket_name(token).replace("\0", "@") in held]

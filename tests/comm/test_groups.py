@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from ranks import leftovers
 
-from metainfer.comm.segment import sweep
 from metainfer.workers.group import GroupError
 from metainfer.workers.ranks import ProcessGroup
 
@@ -31,7 +30,6 @@ def start(world: int, target: str = "Reducer", **facts: object) -> ProcessGroup:
         world,
         facts=[facts] * world,
         environ=environ,
-        after_close=[sweep],
     )
 
 

@@ -15,8 +15,6 @@ from ranks import leftovers, token
 from metainfer.comm import layout
 from metainfer.comm.backends.slabs import wait_until
 from metainfer.comm.guard import Guard
-from metainfer.comm.segment import FOLDER, Segment, sweep
-from metainfer.core.errors import UserError
 from metainfer.workers.process import spawn
 
 PROGRAM = Path(__file__).with_name("forked.py")
@@ -24,7 +22,7 @@ PROGRAM = Path(__file__).with_name("forked.py")
 
 SCENES = (
     *("ops:2", "ops:4", "ops:8", "large:2", "crash:4", "stop:3", "leave:3"),
-    *("quiet_end:3", "absent:3", "disagree:3"),
+    *("quiet_end:3", "absent:3", "disagree:3", "more:3", "short:3"),
 )
 Found = dict[str, object]
 
@@ -36,7 +34,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
     command = [sys.executable, str(PROGRAM), name, str(folder), *SCENES]
     with spawn(command, name="scenes", log=folder / "log") as child:
         assert child.wait(200) == 0, (folder / "log").read_text()
-    assert leftovers(name) == []
+    assert leftovers(*(f"{name}-{index}" for index in range(len(SCENES)))) == []
     found: dict[str, list[Found]] = {}
     for scene in SCENES:
         what, _, world = scene.partition(":")
@@ -101,30 +99,16 @@ def test_b17_a_different_capacity_on_one_rank_stops_all(played: dict[str, list[F
     assert len({found["same"] for found in results}) == 1
 
 
-def test_a_segment_is_complete_when_it_can_be_seen_and_has_its_size_checked() -> None:
-    name = token()
-    seen: list[list[str]] = []
+def test_more_memory_of_a_group_is_everyone_s(played: dict[str, list[Found]]) -> None:
+    assert played["more:3"] == [{"words": [1, 2, 3]}] * 3
 
-    def fill(address: int) -> None:
-        seen.append([part for part in leftovers(name) if part == f"metainfer-{name}"])
 
-    made = Segment.create(name, 8192, fill)
-    try:
-        assert seen == [[]] and leftovers(name) == [f"metainfer-{name}"]
-        with pytest.raises(UserError, match="File exists"):
-            Segment.create(name, 8192, lambda address: None)
-        with pytest.raises(UserError, match="8192 B of shared memory where 4096 B"):
-            Segment.open(name, 4096, 0.0)
-        other = Segment.open(name, 8192, 0.0)
-        other.close()
-    finally:
-        made.unlink()
-        made.close()
-    assert leftovers(name) == []
-    with pytest.raises(UserError, match="rank 0 did not set up"):
-        Segment.open(name, 4096, 0.0)
-    with pytest.raises(ValueError, match="no token"):
-        Segment.open("../etc", 1, 0.0)
+def test_without_memory_on_rank_0_all_know_why(played: dict[str, list[Found]]) -> None:
+    results = played["short:3"]
+    assert results[0] == {"kind": "UserError", "error": "no memory on rank 0"}
+    for found in results[1:]:
+        assert found["kind"] == "CommError"
+        assert "rank 0 gave up: no memory on rank 0" in str(found["error"])
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -163,10 +147,5 @@ def test_a_peer_that_is_dead_already_is_told_at_once() -> None:
     assert dead == [1]
 
 
-def test_what_killed_ranks_left_behind_can_be_swept() -> None:
-    name = token()
-    (FOLDER / f"metainfer-{name}").write_bytes(b"x")
-    (FOLDER / f"metainfer-{name}.123").write_bytes(b"x")
-    assert sorted(sweep(name)) == [f"metainfer-{name}", f"metainfer-{name}.123"]
-    assert leftovers(name) == [] and sweep(name) == []
+def test_a_slab_s_head_is_whole_pages() -> None:
     assert layout.HEAD % 4096 == 0

@@ -40,7 +40,7 @@ EXPECTED: dict[str, set[tuple[Severity, str, str]]] = {
     "two-sockets": {(NOTE, "numa.spread", "all GPUs")},
     "container": {
         (NOTE, "container.inside", "process"),
-        (SLOWS, "container.shm", "/dev/shm"),
+        (NOTE, "container.shm", "/dev/shm"),
         (SLOWS, "host.compiler", "C compiler"),
         (NOTE, "host.cores", "processor"),
         (NOTE, "host.memory", "memory"),

@@ -220,6 +220,8 @@ def test_shared_memory_of_a_container(options: str, small: bool) -> None:
     mounts = f"overlay / overlay rw 0 0\nshm /dev/shm tmpfs {options} 0 0\n"
     found = container.check(text(healthy(), {"/proc/mounts": mounts}))
     assert [f.id for f in found] == ["container.inside"] + (["container.shm"] if small else [])
+    assert all(f.severity is Severity.INFORMATION for f in found)
+    assert not small or "--collectives nccl" in found[1].what
 
 
 def test_on_the_host_its_shared_memory_is_not_our_business() -> None:

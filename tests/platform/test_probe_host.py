@@ -176,6 +176,72 @@ def test_memory_counts_the_container(
     assert found.machine_memory_bytes == 16_384_000_000
 
 
+STAT = (
+    "anon 9\nfile 4000000000\nshmem 1500000000\n"
+    "{}inactive_file 1000000000\n{}active_file 500000000\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "room", "source"),
+    [
+        ({"proc/meminfo": MEMINFO}, 12_288_000_000, "MemAvailable in /proc/meminfo"),
+        ({}, None, "not known"),
+        (
+            {  # shared memory is a file to the kernel, and stays; the two lists can go
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/job\n",
+                "sys/fs/cgroup/job/memory.max": "8000000000\n",
+                "sys/fs/cgroup/job/memory.current": "7000000000\n",
+                "sys/fs/cgroup/job/memory.stat": STAT.format("", ""),
+            },
+            2_500_000_000,
+            "control group limit of 8,000,000,000 B, 7,000,000,000 B of it used",
+        ),
+        (
+            {  # version 1: with its children
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "3:memory:/job\n",
+                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "8000000000\n",
+                "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "7000000000\n",
+                "sys/fs/cgroup/memory/job/memory.stat": "inactive_file 1\nactive_file 1\n"
+                + STAT.format("total_", "total_"),
+            },
+            2_500_000_000,
+            "control group limit of 8,000,000,000 B, 7,000,000,000 B of it used",
+        ),
+        (
+            {  # the tightest says so, and no list frees more than is used
+                "proc/self/cgroup": "0::/pod/job\n",
+                "sys/fs/cgroup/pod/job/memory.max": "8000000000\n",
+                "sys/fs/cgroup/pod/job/memory.current": "7000000000\n",
+                "sys/fs/cgroup/pod/memory.max": "900000000\n",
+                "sys/fs/cgroup/pod/memory.current": "400000000\n",
+                "sys/fs/cgroup/pod/memory.stat": STAT.format("", ""),
+            },
+            900_000_000,
+            "control group limit of 900,000,000 B, 400,000,000 B of it used",
+        ),
+        (
+            {  # a machine that is fuller than the group
+                "proc/meminfo": "MemAvailable: 100 kB\n",
+                "proc/self/cgroup": "0::/job\n",
+                "sys/fs/cgroup/job/memory.max": "8000000000\n",
+                "sys/fs/cgroup/job/memory.current": "7000000000\n",
+            },
+            102_400,
+            "MemAvailable in /proc/meminfo",
+        ),
+    ],
+)
+def test_room_is_the_tightest_limit_and_says_which(
+    tmp_path: Path, files: dict[str, str], room: int | None, source: str
+) -> None:
+    root = machine(tmp_path, files)
+    assert probe.memory_room(root) == (room, source)
+    assert probe.available_memory(root) == room
+
+
 def test_cores_and_nodes(tmp_path: Path) -> None:
     files = {
         f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}\n"

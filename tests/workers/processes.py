@@ -27,6 +27,12 @@ time.sleep(600)
 """
 
 
+def children() -> set[int]:
+    """Ids of this process's own children, those that have ended and wait to be collected too."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(word) for each in lists for word in each.read_text().split()}
+
+
 def marked(mark: str) -> list[int]:
     """Ids of running processes (zombies aside) with `mark` among their arguments."""
     found = []

@@ -37,15 +37,13 @@ from metainfer.comm.backends.copy_order import (
 )
 from metainfer.comm.backends.copy_watch import FAR, Missing, Watch
 from metainfer.comm.backends.cuda import BUDGET_S, module
-from metainfer.comm.backends.shm_cpu import ShmComm
-from metainfer.comm.backends.slabs import gather_bytes
+from metainfer.comm.backends.shm_cpu import ShmComm, share
 from metainfer.comm.enqueue import Loop, Program
 from metainfer.comm.errors import CommError
 from metainfer.comm.layout import Code, ErrorRecord
 from metainfer.comm.loader import Variant
 from metainfer.comm.plan import CommPlan
 from metainfer.comm.request import Request
-from metainfer.comm.segment import Segment
 
 PROVEN_PIECE = 16 << 10
 PROGRAMS = 64
@@ -244,7 +242,7 @@ def open_copy(
     part_bytes: int,
     budget_s: float = BUDGET_S,
 ) -> CopyRank:
-    """Copies between processes, through staging memory of the name `token`. Collective.
+    """Copies between processes, through staging memory that they share as `token`. Collective.
 
     `make` plans the exchanges over `control`; a message may have `part_bytes` times the ranks.
 
@@ -253,15 +251,12 @@ def open_copy(
     """
     torch.zeros(1, device=f"cuda:{device}")
     size = Staging.size(control.world, part_bytes)
-    if control.rank == 0:
-        segment = Segment.create(token, size, lambda address: None)
-    gather_bytes(control, make, b"made")
-    if control.rank != 0:
-        segment = Segment.open(token, size, 0.0)
-    gather_bytes(control, make, b"open")
-    if control.rank == 0:
-        segment.unlink()
-    on_device = driver.register_host(segment.address, size)
+    segment = share(control, token, make, size)
+    try:
+        on_device = driver.register_host(segment.address, size)
+    except driver.CudaError:
+        segment.close()
+        raise
     staging = Staging(segment.address, on_device, control.world, part_bytes)
 
     def closing() -> None:

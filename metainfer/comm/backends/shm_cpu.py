@@ -1,8 +1,7 @@
-"""Backend `shm_cpu`: processes of one host over POSIX shared memory.
+"""Backend `shm_cpu`: processes of one host over memory that they share.
 
-Every rank calls `ShmComm.open` with the same token; the segment has no name any more once all are
-in. A guard thread sees a peer's end and lets waits go; a wait without an answer ends after
-`budget_s`.
+Every rank calls `ShmComm.open` with the same token; rank 0 hands the memory out until all are in. A
+guard thread sees a peer's end and lets waits go; a wait without an answer ends after `budget_s`.
 """
 
 from __future__ import annotations
@@ -11,16 +10,19 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from metainfer.comm import layout
-from metainfer.comm.backends.slabs import BUDGET_S, SlabComm, library, wait_until
+from metainfer.comm.backends.slabs import BUDGET_S, SlabComm, gather_bytes, library, wait_until
 from metainfer.comm.errors import CommError
 from metainfer.comm.guard import Guard
 from metainfer.comm.layout import CLOSED, Code
 from metainfer.comm.pieces import Slots
-from metainfer.comm.segment import Segment
+from metainfer.comm.plan import CommPlan
+from metainfer.comm.request import Request
+from metainfer.comm.segment import Asked, Segment
 from metainfer.core.errors import InternalError
 
 SLOT_BYTES = 1 << 20
@@ -80,8 +82,7 @@ class ShmComm(SlabComm):
             comm.close()
             raise
         finally:
-            if rank == 0:
-                segment.unlink()
+            segment.withdraw()
         return comm
 
     def _meet(self, deadline: float) -> None:
@@ -89,8 +90,7 @@ class ShmComm(SlabComm):
         self._set(self.rank, layout.AT_PID, os.getpid())
         others = [rank for rank in range(self.world) if rank != self.rank]
         for rank in others:
-            came = wait_until(lambda r=rank: self._word(r, layout.AT_PID) != 0, deadline)  # type: ignore[misc]
-            if not came:
+            if not wait_until(lambda r=rank: self._came(r), deadline):  # type: ignore[misc]
                 raise CommError(
                     f"rank {rank} did not join the group of {self.world} ranks in time.", peer=rank
                 )
@@ -101,6 +101,11 @@ class ShmComm(SlabComm):
             closed=lambda peer: self._word(peer, layout.AT_BEAT) == CLOSED,
             died=self._died,
         )
+
+    def _came(self, rank: int) -> bool:
+        if self._segment is not None:
+            self._segment.hand_out()
+        return self._word(rank, layout.AT_PID) != 0
 
     def _died(self, peer: int) -> None:
         self.tell(Code.DIED, peer)
@@ -155,6 +160,36 @@ class ShmComm(SlabComm):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def share(group: ShmComm, token: str, make: Callable[[Request], CommPlan], size: int) -> Segment:
+    """More memory of all ranks of `group`, as `token`. Collective.
+
+    `make` plans the exchanges in which ranks meet between the steps: so none waits for a rank that
+    has failed, and all stand in line when rank 0 hands out.
+
+    Raises:
+        UserError: the memory cannot be had.
+        CommError: another rank failed.
+    """
+    with ExitStack() as undone:
+        if group.rank == 0:
+            segment = Segment.create(token, size)
+            undone.callback(segment.close)
+            gather_bytes(group, make, b"")
+            gather_bytes(group, make, b"")
+            segment.hand_out()
+        else:
+            gather_bytes(group, make, b"")
+            asked = Asked(token, time.monotonic() + OPEN_S)
+            undone.callback(asked.close)
+            gather_bytes(group, make, b"")
+            segment = asked.take(size)
+            undone.callback(segment.close)
+        gather_bytes(group, make, b"")
+        undone.pop_all()
+    segment.withdraw()
+    return segment
 
 
 def _exists(pid: int) -> bool:

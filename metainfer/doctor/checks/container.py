@@ -1,17 +1,17 @@
-"""Whether we are inside a container, what cannot be seen from there, and its shared memory."""
+"""Whether we are inside a container, what cannot be seen from there, and its /dev/shm."""
 
 from __future__ import annotations
 
 import re
 
-from metainfer.doctor.finding import Finding, information, slows, unknown
+from metainfer.doctor.finding import Finding, information, unknown
 from metainfer.doctor.inputs import Inputs
 from metainfer.platform.host_text import HostText
 
 MOUNTS = "/proc/mounts"
 MARKS = ("/.dockerenv", "/run/.containerenv")
 _GROUP = re.compile(r"docker|kubepods|libpod|lxc|containerd|crio")
-#: Buffers that ranks share through host memory lie here; Docker's default is 64 MiB.
+#: NCCL's buffers in host memory lie here; Docker's default is 64 MiB. Ours do not (ADR 0056).
 LEAST_SHARED = 1 << 30
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -68,9 +68,11 @@ def _shared(text: HostText) -> list[Finding]:
         return []
     held = int(size[1]) * _UNITS[size[2]]
     what = (
-        f"{held >> 20} MiB of shared memory: buffers that ranks share through host memory do not "
-        "fit, NCCL's included."
+        f"{held >> 20} MiB of shared memory: NCCL's buffers between cards without peer access may "
+        "not fit, here (--collectives nccl) and in other engines. Our collectives do not use it."
     )
-    remedy = "Start the container with --shm-size=16g (or --ipc=host)."
+    remedy = "Where NCCL is wanted, start the container with --shm-size=16g (or --ipc=host)."
     risk = "--ipc=host shares memory with every program of the host; --shm-size only takes memory"
-    return [slows("container.shm", "/dev/shm", what, remedy, f"{MOUNTS}: {line.strip()}", risk)]
+    return [
+        information("container.shm", "/dev/shm", what, remedy, f"{MOUNTS}: {line.strip()}", risk)
+    ]
