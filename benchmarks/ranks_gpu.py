@@ -34,7 +34,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -47,6 +46,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import sections
 import torch
 from gpu_check import decode_seconds, prefill_seconds, prompt_logprobs, row, submit
 from gpu_profile import kernel_shares
@@ -65,6 +65,7 @@ from ranks_predicted import (
     prompt_row,
 )
 from ranks_switch import switch
+from sections import wrong_in
 from v4_gpu import torch_pins
 
 from metainfer.core.intent import Intent
@@ -363,46 +364,12 @@ def add_expected(report: Report, args: argparse.Namespace) -> None:
 
 
 def keep(name: str, args: argparse.Namespace, report: Report) -> None:
-    """What a section has so far; its parent takes it when the rest does not come."""
-    part = args.out / f".{SECTIONS.index(name)}.json"
-    part.write_text(json.dumps(report, indent=1, default=str))
+    sections.keep(args.out, SECTIONS.index(name), report)
 
 
 def child(name: str, args: argparse.Namespace, limit: float) -> Report:
-    environ = {**os.environ, **(CASES[name].environ if name in CASES else {})}
-    command = [sys.executable, *sys.argv, "--section", name]
-    begin = time.monotonic()
-    failed = ""
-    heard = args.out / f"{SECTIONS.index(name)}.log"  # as it goes: who ends us wants to know
-    with (
-        heard.open("w") as said,
-        subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environ) as running,
-    ):
-        try:
-            running.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            failed = f"no end after {limit:.0f} s"
-            running.send_signal(signal.SIGTERM)
-            try:
-                running.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                running.kill()
-    part = args.out / f".{SECTIONS.index(name)}.json"
-    found: Report = json.loads(part.read_text()) if part.exists() else {}
-    part.unlink(missing_ok=True)
-    if running.returncode and not failed:
-        failed = f"status {running.returncode}"
-    if failed:
-        found |= {"failed": failed, "said": heard.read_text(errors="replace")[-3000:]}
-    return found | {"section_s": round(time.monotonic() - begin, 1)}
-
-
-def wrong_in(found: Report) -> list[str]:
-    wrong = [found["failed"]] if "failed" in found else []
-    for each in found.values():
-        if isinstance(each, dict):
-            wrong += each.get("wrong", [])
-    return wrong
+    environ = CASES[name].environ if name in CASES else {}
+    return sections.child(name, args.out, SECTIONS.index(name), limit, environ)
 
 
 def main() -> int:

@@ -1,0 +1,101 @@
+"""Checkpoints and adapters that `ranks_tokens.py` draws: shapes that no ``random:`` reference has.
+
+Noise of any generator's seed, so that every rank and every layout reads the same files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from metainfer.formats.drawn import Drawn
+from metainfer.models.registry import random_config, random_draws, read_arch
+from metainfer.planner.opening import open_model
+
+Draw = Callable[[str, Drawn], Tensor]
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def noise(seed: int, device: str = "cpu") -> Callable[..., Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator, device=device)
+
+
+def _save(folder: Path, config: Mapping[str, Any], draws: Mapping[str, Drawn], draw: Draw) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: draw(name, drawn).contiguous().cpu() for name, drawn in draws.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+WORDS = ("embed.weight", "head.weight", "embed_tokens.weight")
+
+
+def dense(folder: Path, seed: int, loud: float, kind: torch.dtype, **shape: int) -> Path:
+    """A dense model of `shape` (of its config), stored as `kind`; matrices of deviation `loud`,
+    words of 0.3."""
+    config = {**random_config("tiny-llama", {}), **shape}
+    made = noise(seed, "cuda" if torch.cuda.is_available() else "cpu")
+
+    def draw(name: str, drawn: Drawn) -> Tensor:
+        deviation = 0.3 if name.endswith(WORDS) else loud if len(drawn.shape) == 2 else 0.2
+        return (drawn.mean + deviation * made(*drawn.shape)).to(kind)
+
+    return _save(folder, config, random_draws(read_arch(config, str(folder)), config), draw)
+
+
+def drafting(folder: Path, seed: int, loud: float) -> Path:
+    """A tiny DeepSeek-V4 with its draft layer, in float32.
+
+    Its layers are quiet beside words and the draft layer passes the next word on, so that some
+    drafts are right and some are not.
+    """
+    config = random_config("tiny-deepseek-v4", {"layers": "4"}) | {
+        "num_attention_heads": 8,
+        "o_groups": 4,
+        "index_n_heads": 16,  # with few of them entries tie at exactly 0
+        "num_nextn_predict_layers": 1,
+    }
+    arch, made = read_arch(config, str(folder)).with_draft(), noise(seed)
+
+    def draw(name: str, drawn: Drawn) -> Tensor:
+        if drawn.below:
+            keys = made(drawn.shape[0], drawn.below)
+            return keys.argsort(dim=1)[:, : drawn.shape[1]]
+        if name.endswith(("e_proj.weight", "h_proj.weight")):
+            size = 1.0 if name.endswith("e_proj.weight") else 0.1
+            return size * torch.eye(drawn.shape[0]) + 0.02 * made(*drawn.shape)
+        deviation = drawn.deviation
+        if len(drawn.shape) == 2 and not drawn.mean:
+            deviation = 0.3 if name.endswith(WORDS) else loud
+        return (drawn.mean + deviation * made(*drawn.shape)).float()
+
+    return _save(folder, config, random_draws(arch, config), draw)
+
+
+def adapter(folder: Path, model: str, seed: int, rank: int, size: float) -> Path:
+    """A LoRA adapter of every matrix of `model`'s layers, as PEFT saves it; pairs of deviation
+    `size`, alpha twice the rank."""
+    made, tensors = noise(seed), dict[str, Tensor]()
+    for spec in open_model(model).arch.packed_weights():
+        for tensor, (n, k) in zip(spec.tensors, spec.tensor_shapes(), strict=True):
+            name = tensor.removesuffix(".weight")
+            if spec.layer >= 0 and name.rpartition(".")[2] in ADAPTED:
+                tensors[f"base_model.model.{name}.lora_A.weight"] = size * made(rank, k)
+                tensors[f"base_model.model.{name}.lora_B.weight"] = size * made(n, rank)
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank,
+        "target_modules": list(ADAPTED), "bias": "none", "use_dora": False, "use_rslora": False,
+        "base_model_name_or_path": model, "inference_mode": True,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
