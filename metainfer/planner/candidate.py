@@ -9,8 +9,8 @@ from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
 from metainfer.kernels.choice import Selection
 from metainfer.planner.calibration import Calibration
+from metainfer.planner.held import Held
 from metainfer.planner.predict import Prediction
-from metainfer.planner.ranks import Held
 from metainfer.planner.steps import StepCost
 
 

@@ -14,6 +14,7 @@ from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
 from metainfer.core.verdict import Reason
+from metainfer.planner.cards import Cards
 from metainfer.planner.drafts import MODEL
 from metainfer.planner.gains import (
     GATHERS,
@@ -25,7 +26,6 @@ from metainfer.planner.gains import (
     gain_of,
     rows_beside,
 )
-from metainfer.planner.ranks import Cards
 
 STREAMS = ("cuda",)
 """Kinds of device with a stream beside the current one."""

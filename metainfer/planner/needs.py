@@ -22,6 +22,8 @@ from metainfer.planner.least_squares import not_negative
 
 KIND = "capacity"
 """Of the records that hold a `Needs`."""
+MEASURED = "(measured)"
+"""At the end of a ledger row that follows one."""
 AGAIN = "Delete records/capacity in the cache folder, then: metainfer tune capacity MODEL."
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import StepGraph
 from metainfer.core.verdict import Reason
+from metainfer.planner.cards import Cards
 from metainfer.planner.drafts import OFF
-from metainfer.planner.ranks import Cards
 
 
 def decide(graphs: Sequence[StepGraph], cards: Cards, ledger: DecisionLedger) -> bool:

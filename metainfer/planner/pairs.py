@@ -14,8 +14,8 @@ from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan, StepGraph
 from metainfer.core.verdict import Reason
+from metainfer.planner.cards import Cards
 from metainfer.planner.graphs import border
-from metainfer.planner.ranks import Cards
 
 KEY, FLAG = "prefill_from", "--prefill-from"
 

@@ -14,8 +14,8 @@ from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.step import Phase
 from metainfer.planner.bound import HIGH, LOW, Bound, bound
 from metainfer.planner.calibration import Calibration
+from metainfer.planner.held import Held
 from metainfer.planner.layouts import prompt_domains
-from metainfer.planner.ranks import Held
 from metainfer.planner.steps import step_cost
 from metainfer.planner.weights import Census
 from metainfer.platform.facts import Facts

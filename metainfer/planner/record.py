@@ -6,8 +6,8 @@ from metainfer.core.intent import Intent
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.kernels.bundles import pin_of
 from metainfer.kernels.choice import Selection
-from metainfer.planner.needs import ops_of
-from metainfer.planner.ranks import MEASURED, Held
+from metainfer.planner.held import Held
+from metainfer.planner.needs import MEASURED, ops_of
 
 
 def record_selection(ledger: DecisionLedger, intent: Intent, selection: Selection) -> None:

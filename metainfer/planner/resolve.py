@@ -37,11 +37,12 @@ from metainfer.planner import (
 )
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.candidate import Candidate
+from metainfer.planner.cards import Cards
 from metainfer.planner.emulation import Emulation
+from metainfer.planner.held import Held
 from metainfer.planner.layouts import alike, of_decodes
 from metainfer.planner.needs import Needs, nothing_known
 from metainfer.planner.over_cards import seen_by_ranks
-from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.record import record_needs, record_selection
 from metainfer.planner.search import search, unbuilt
 from metainfer.planner.weights import WHOLE, Census, census, parts_held

@@ -19,11 +19,14 @@ from metainfer.core.verdict import Reason
 from metainfer.kernels.choice import Bundle, Selection
 from metainfer.kernels.impl import Layout
 from metainfer.planner import goals
+from metainfer.planner.budget import UNKNOWN_MEMORY
 from metainfer.planner.calibration import key, nothing_measured
 from metainfer.planner.candidate import Candidate
+from metainfer.planner.cards import Cards
 from metainfer.planner.dispatch import least_rows
 from metainfer.planner.emulation import emulates, record_emulation
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
+from metainfer.planner.held import Held
 from metainfer.planner.layouts import (
     MOST_PROCESSES,
     NOT_BUILT,
@@ -37,7 +40,6 @@ from metainfer.planner.limits import CacheTooSmall, longest_context
 from metainfer.planner.over_cards import record_collectives
 from metainfer.planner.phases import record_phases
 from metainfer.planner.predict import predict, record_speed
-from metainfer.planner.ranks import UNKNOWN_MEMORY, Cards, Held
 from metainfer.planner.steps import step_cost
 from metainfer.platform.facts import CPU, Facts
 

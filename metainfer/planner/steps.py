@@ -19,8 +19,8 @@ from metainfer.core.step import Phase, RankTokens, Segment
 from metainfer.kv.book.spec import GroupKind
 from metainfer.planner.amounts import Amounts
 from metainfer.planner.exchange import Exchange, Sent
+from metainfer.planner.held import Held
 from metainfer.planner.layouts import prompt_domains, talks
-from metainfer.planner.ranks import Held
 from metainfer.planner.weights import Census
 from metainfer.planner.work import RankWork, rank_work
 from metainfer.platform.facts import CPU, Facts

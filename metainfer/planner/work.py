@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from metainfer.core.plan import LayoutPlan
 from metainfer.kv.book.spec import CacheSpec, GroupKind
 from metainfer.models.arch import Costs
+from metainfer.planner.held import Held
 from metainfer.planner.layouts import Fetch, fetches, of_decodes, of_prompts
-from metainfer.planner.ranks import Held
 from metainfer.planner.weights import DTYPE_BYTES, EMBED, EXPERTS, HEAD, Census, token_elements
 
 TABLES = "rotary tables"

@@ -19,7 +19,9 @@ from metainfer.engine.elsewhere import Elsewhere, describe
 from metainfer.models.registry import random_config, read_arch
 from metainfer.ops.catalog import builtin_registry
 from metainfer.planner.candidate import Candidate
+from metainfer.planner.cards import Cards
 from metainfer.planner.goals import best_for
+from metainfer.planner.held import Held
 from metainfer.planner.layouts import (
     enumerate_layouts,
     of_decodes,
@@ -28,7 +30,6 @@ from metainfer.planner.layouts import (
 )
 from metainfer.planner.opening import OpenedModel, open_model
 from metainfer.planner.predict import predict
-from metainfer.planner.ranks import Cards, Held
 from metainfer.planner.resolve import Resolved
 from metainfer.planner.weights import Census, census
 from metainfer.platform.facts import Facts, LinkFacts

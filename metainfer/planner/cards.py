@@ -19,92 +19,25 @@ from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, form_groups
 from metainfer.models.arch import Arch
 from metainfer.planner import drafts, graphs
 from metainfer.planner.adapters import adapter_rows
+from metainfer.planner.budget import Budget
 from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.copies import copied_bytes
 from metainfer.planner.emulation import Emulation
-from metainfer.planner.fitting import DOES_NOT_FIT
 from metainfer.planner.gains import rows_beside
+from metainfer.planner.held import Held
 from metainfer.planner.layouts import fetches, of_decodes, of_prompts, talks
 from metainfer.planner.limits import (
     CacheAsk,
     CacheTooSmall,
     fit_cache,
-    longest_context,
     most_running,
-    most_sequences,
     passes,
 )
-from metainfer.planner.memory import MARGIN_PART, RESERVE_PART, CacheBudget, kv_rows, total
-from metainfer.planner.needs import Needs, longest_seen, needs_key, nothing_known
+from metainfer.planner.memory import total
+from metainfer.planner.needs import MEASURED, Needs, longest_seen, needs_key, nothing_known
 from metainfer.planner.rooms import room_rows
 from metainfer.planner.weights import DTYPE_BYTES, Census, token_elements, weight_rows
-from metainfer.platform.facts import CPU, Facts
-
-UNKNOWN_MEMORY = "unknown_memory"
-
-MOST_SEQUENCES = 4096
-"""Where capacity pairs stop counting sequences of one domain."""
-
-MEASURED = "(measured)"
-"""At the end of a ledger row that follows a record of this machine."""
-
-CONTEXTS = (8_192, 32_768, 131_072, 524_288)
-"""Contexts at which capacity is stated, beside the longest that fits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """One card's memory under one layout and packing. `cache` is that of its KV domain; `beside`:
-    rows that are neither weights nor cache. `budget_bytes`: what the cache could take.
-    `prompt_specs`: the caches as a rank computes them for prompts, of all heads where it has them.
-    `wanted`: the steps whose capture it has room for; `prefill_from`: of a pair, as far as they are
-    chunks, or as asked for. `measured`: what steps were seen to need
-    here, where that was used.
-    """
-
-    layout: LayoutPlan
-    weights: tuple[LedgerRow, ...]
-    specs: tuple[CacheSpec, ...]
-    prompt_specs: tuple[CacheSpec, ...]
-    groups: tuple[GroupSpec, ...]
-    cache: CacheBudget
-    beside: tuple[LedgerRow, ...]
-    budget_bytes: int
-    wanted: tuple[StepGraph, ...] = ()
-    prefill_from: int = 0
-    measured: Needs | None = None
-
-    @property
-    def running(self) -> int:
-        """Sequences over all domains that have a slot."""
-        return self.cache.sizes.slots * self.layout.data
-
-    @property
-    def kv_tokens(self) -> int:
-        """Cached tokens over all domains."""
-        return self.cache.tokens * self.layout.data
-
-    def ledger(self) -> tuple[LedgerRow, ...]:
-        return (*self.weights, *kv_rows(self.cache.sizes, self.cache.tokens), *self.beside)
-
-    def longest(self, step_tokens: int, limit: int) -> int:
-        """Tokens of the longest sequence that fits, alone in its domain."""
-        return longest_context(self.groups, self.budget_bytes, step_tokens, limit)
-
-    def pairs(self, step_tokens: int, limit: int) -> tuple[tuple[int, int], ...]:
-        """(context, sequences of that length at once over all domains), up to the longest."""
-        longest = self.longest(step_tokens, limit)
-        contexts = [n for n in CONTEXTS if n < longest] + ([longest] if longest else [])
-        return tuple(
-            (
-                context,
-                self.layout.data
-                * most_sequences(
-                    self.groups, self.budget_bytes, context, step_tokens, MOST_SEQUENCES
-                ),
-            )
-            for context in contexts
-        )
+from metainfer.platform.facts import Facts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +89,7 @@ class Cards:
             raise
         needs = self._needs(layout, packings)
         device = [row for row in (*weights, *beside) if row.memory == "device"]
-        beside = (*beside, *self._rest(total(device) + cache.sizes.bytes(), needs))
+        beside = (*beside, *self._budget(layout, needs).rest(total(device) + cache.sizes.bytes()))
         specs, groups = self._groups(of_decodes(layout), packings)
         prompts, _ = self._groups(of_prompts(layout), packings)
         return Held(
@@ -223,7 +156,7 @@ class Cards:
             *self._graphs(layout, groups, running or self.running(layout), needs, choices),
         )
         held = total([row for row in (*weights, *beside) if row.memory == "device"])
-        budget, most = self._budget(layout, held, needs)
+        budget, most = self._budget(layout, needs).of_cache(held)
         ask = CacheAsk(
             groups=groups,
             budget_bytes=budget,
@@ -401,90 +334,23 @@ class Cards:
         shapes = graphs.wanted(device.kind, running, self.limits, self.draft, layout, longest)
         return graphs.by_length(shapes, choices)
 
+    def _budget(self, layout: LayoutPlan, needs: Needs | None) -> Budget:
+        return Budget(
+            intent=self.intent,
+            facts=self.facts,
+            layout=layout,
+            sharing=self.here(layout),
+            needs=needs,
+        )
+
     def _rooms(self, layout: LayoutPlan) -> list[LedgerRow]:
         """Through what ranks meet."""
         costs = self.arch.costs()
         row = costs.hidden * DTYPE_BYTES[self.dtype] if costs is not None else 0
         return room_rows(layout, self.facts, self.intent, self.limits.step_tokens, row)
 
-    def _rest(self, held: int, needs: Needs | None) -> list[LedgerRow]:
-        """Reserve and what is left over, on a card whose memory is known."""
-        memory = self.facts.device.memory_bytes
-        if self.facts.device.kind == CPU or memory is None:
-            return []
-        left = memory - held
-        kept = min(memory - self._usable(memory, needs), left)  # an asked cache may reach into it
-        known = None if needs is None or self.intent.memory_share is not None else needs
-        if known is None or known.reserve_bytes is None:
-            rows = [LedgerRow(item="allocator and context (seed)", kind="reserve", bytes=kept)]
-        else:
-            held_back = min(known.reserve_bytes, kept)
-            item = f"allocator and context {MEASURED}"
-            rows = [
-                LedgerRow(item=item, kind="reserve", bytes=held_back),
-                LedgerRow(item="margin (seed)", kind="free", bytes=kept - held_back),
-            ]
-        return [*rows, LedgerRow(item=graphs.FREE, kind="free", bytes=left - kept)]
-
-    def _budget(self, layout: LayoutPlan, held: int, needs: Needs | None) -> tuple[int, int | None]:
-        """Device bytes that the cache takes, and the most it could be asked for."""
-        device = self.facts.device
-        on_cpu = device.kind == CPU
-        memory = device.memory_bytes
-        if on_cpu and self.facts.host.memory_bytes is not None:
-            memory = self.facts.host.memory_bytes // self.here(layout)
-        whole = memory is None or (on_cpu and self.intent.memory_share is None)
-        usable = memory if memory is None or whole else self._usable(memory, needs)
-        free = None if usable is None else usable - held
-        if self.intent.kv_bytes is not None:
-            most = None if memory is None else memory - held
-            if most is not None and most <= 0 and usable is not None:
-                raise self._too_large(layout, held, usable)
-            if most is not None and self.intent.kv_bytes > most:
-                raise _asked_too_much(self.intent.kv_bytes, most)
-            return self.intent.kv_bytes, 1 << 50 if most is None else most
-        if memory is None or usable is None or free is None:
-            raise RefusedError(
-                "the device's memory size is unknown, so the cache cannot be sized.",
-                "Say it: --kv-memory 4GiB.",
-                reasons=(Reason("memory", "the device's memory size is unknown"),),
-                code=UNKNOWN_MEMORY,
-            )
-        if free <= 0:
-            raise self._too_large(layout, held, usable)
-        return (min(memory // 8, free), free) if whole else (free, free)
-
-    def _usable(self, memory: int, needs: Needs | None) -> int:
-        """Bytes that weights, cache and the rest may take together: all but what the device and the
-        allocator were measured to keep, and `MARGIN_PART` beside it; else all but a seed."""
-        share = self.intent.memory_share
-        if share is None and needs is not None and needs.reserve_bytes is not None:
-            return memory - needs.reserve_bytes - int(memory * MARGIN_PART)
-        return int(memory * (1 - RESERVE_PART if share is None else share))
-
-    def _too_large(self, layout: LayoutPlan, held: int, usable: int) -> RefusedError:
-        message = f"weights and activations need {held:,} B, {usable:,} B are usable"
-        name = self.facts.device.name
-        where = f"one {name}" if layout.ranks == 1 else f"each of {layout.ranks} {name}"
-        return RefusedError(
-            f"{message} on {where}.",
-            "Use fewer layers or smaller weights, or more or larger cards.",
-            reasons=(Reason("memory", message, {"need": held, "have": usable}),),
-            code=DOES_NOT_FIT,
-        )
-
 
 def _dealt(group: GroupSpec, shards: int) -> GroupSpec:
     """Entries of whole sequences are dealt over ranks, unless too few; the rest is on each."""
     dealt = group.kind is GroupKind.PAGED and group.deals
     return replace(group, shards=shards) if dealt else group
-
-
-def _asked_too_much(asked: int, free: int) -> RefusedError:
-    data = {"need": asked, "have": free}
-    return RefusedError(
-        f"--kv-memory asks for {asked:,} B, {free:,} B are free beside weights and activations.",
-        f"Ask for at most {free:,} B.",
-        reasons=(Reason("memory", f"{asked:,} B asked, {free:,} B free", data),),
-        code=DOES_NOT_FIT,
-    )
