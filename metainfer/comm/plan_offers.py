@@ -22,7 +22,6 @@ from metainfer.core.ledger import Origin
 from metainfer.core.verdict import ACCEPT, Verdict, reject, require
 
 #: Backends in the order in which ties go, and on which kind of memory they work.
-CPU_BACKENDS = ("shm_cpu", "local", "gloo")
 CUDA_BACKENDS = ("ipc", "host", "local", "nccl")
 COPY = "copy"
 COPIED: Mapping[Op, model.Formula] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from metainfer.doctor.inputs import Inputs
 from metainfer.platform.facts import CUDA, LinkFacts
-from metainfer.platform.lspci import ROOT_PORT, UPSTREAM, PciDevice, PciTree
+from metainfer.platform.lspci import ROOT_PORT, UPSTREAM, PciDevice
 from metainfer.platform.text_facts import read_tree
 
 HOST = -1
@@ -30,7 +30,7 @@ def topology(inputs: Inputs) -> list[dict[str, object]]:
         chain = () if tree is None else tree.chain(device.bus_id or "")
         parent = _socket(rows, device.numa_node)
         for port in reversed(chain):
-            parent = _bridge(rows, port, parent, tree)
+            parent = _bridge(rows, port, parent)
         pci = None if tree is None else tree.devices.get(device.bus_id or "")
         link, fault = _gpu_link(links.get(index), pci)
         blocked = [port for port in chain if port.redirects and port.port != UPSTREAM]
@@ -45,9 +45,7 @@ def _socket(rows: dict[str, dict[str, object]], node: int | None) -> str:
     return _add(rows, f"node{'?' if node is None else node}", "socket", name, "", "", "")
 
 
-def _bridge(
-    rows: dict[str, dict[str, object]], port: PciDevice, parent: str, tree: PciTree | None
-) -> str:
+def _bridge(rows: dict[str, dict[str, object]], port: PciDevice, parent: str) -> str:
     """A root port or a switch (by its upstream port); other ports are part of their switch."""
     if port.port == ROOT_PORT or (port.port is None and parent.startswith("node")):
         return _add(rows, port.address, "root", f"root port {port.address}", parent, "", "")

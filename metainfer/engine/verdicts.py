@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from metainfer import __version__
@@ -18,16 +17,6 @@ from metainfer.core.plan import Plan
 from metainfer.core.records import Record, RecordStore
 
 KIND = "verification"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """`date` (UTC), `plan` (its fingerprint then), `passed`, `failures`: checks that failed."""
-
-    date: str
-    plan: str
-    passed: bool
-    failures: tuple[str, ...] = ()
 
 
 def proven(plan: Plan) -> dict[str, object]:

@@ -26,8 +26,7 @@ Ints = npt.NDArray[np.int64]
 class HostInputs:
     """A segment as numpy arrays; `SegmentInputs` says what each means.
 
-    Padding tokens have id 0, position 0 and slot -1, and belong to no sequence. `pads`: what a
-    missing token or sequence has in each of `slots` (the spare line of a slot state, else -1).
+    Padding tokens have id 0, position 0 and slot -1, and belong to no sequence.
     `adapters`: the place of each token's adapter, None where no run has one.
     """
 
@@ -37,7 +36,6 @@ class HostInputs:
     context_lens: npt.NDArray[np.int32]
     page_tables: list[npt.NDArray[np.int32] | None]
     slots: list[Ints]
-    pads: list[int]
     logit_rows: Ints
     adapters: Ints | None = None
 
@@ -90,18 +88,16 @@ def build(rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec]) -> Ho
     ahead = np.fromiter((run.proposals for run in runs), np.int64, len(runs))
     longest = int((contexts + ahead).max(initial=1))
     tables: list[npt.NDArray[np.int32] | None] = []
-    slots, pads = [], []
+    slots = []
     for group, pages in zip(groups, table.page_tables, strict=True):
         if group.kind is GroupKind.STATE:
             tables.append(None)
             slots.append(slot_of)
-            pads.append(table.slots)
             continue
         tables.append(np.ascontiguousarray(pages[slot_of, : group.pages_for(longest)]))
         entry = np.full(total, -1, np.int64)
         entry[:real] = _entries(group, pages, token_slot, positions[:real])
         slots.append(entry)
-        pads.append(-1)
     ids = np.zeros(total, np.int64)
     ids[:real] = step_ids(runs, table)
     if PENDING in ids:
@@ -114,7 +110,6 @@ def build(rank: RankTokens, table: SlotTable, groups: Sequence[GroupSpec]) -> Ho
         contexts,
         tables,
         slots,
-        pads,
         _logit_rows(runs, query_start),
         None if places is None else np.pad(places, (0, rank.padding), constant_values=NO_ADAPTER),
     )

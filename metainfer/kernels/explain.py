@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from metainfer.kernels.choice import Choice, Selection
-from metainfer.kernels.impl import Quality
 
 
 def rows(choices: Selection | Iterable[Choice]) -> list[dict[str, object]]:
@@ -20,25 +19,6 @@ def tuned_json(choice: Choice) -> dict[str, object]:
     if tuned is None:
         return {}
     return {"setting": dict(tuned.values), "tuned": tuned.text}
-
-
-def summary(choices: Sequence[Choice]) -> str:
-    """One line: how many operations run on reference or merely compatible paths."""
-    total = len(choices)
-    reference = sum(choice.quality is Quality.REFERENCE for choice in choices)
-    compatible = sum(choice.quality is Quality.COMPATIBLE for choice in choices)
-    parts = []
-    if reference:
-        parts.append(f"{reference} of {total} operations are on reference paths")
-    if compatible:
-        parts.append(f"{compatible} of {total} are on compatible paths")
-    slower = [choice.slowdown for choice in choices if choice.slowdown and choice.slowdown > 1.0]
-    if slower:
-        parts.append(f"{len(slower)} slower than the fastest known by up to {max(slower):.2f}x")
-    borrowed = sum(bool(choice.tuned and choice.tuned.source) for choice in choices)
-    if borrowed:
-        parts.append(f"{borrowed} run with settings tuned for other shapes or cards (tune kernels)")
-    return "; ".join(parts) or f"all {total} operations are native"
 
 
 def text(choices: Selection | Iterable[Choice]) -> str:

@@ -99,8 +99,8 @@ def facts_of(text: HostText, host: HostProbe) -> Facts:
         )
     capabilities = parse_capabilities(text.get(host_text.SMI_CAPABILITY) or "")
     devices = tuple(_device(gpu, text, tree, capabilities) for gpu in query.gpus)
-    for index, device in enumerate(devices):
-        _origins(origins, index, device)
+    for index in range(len(devices)):
+        _origins(origins, index)
     software["nvidia_driver"] = query.driver
     software["cuda_driver"] = query.cuda
     return Facts(
@@ -113,7 +113,7 @@ def facts_of(text: HostText, host: HostProbe) -> Facts:
     )
 
 
-def _origins(origins: Origins, index: int, device: DeviceFacts) -> None:
+def _origins(origins: Origins, index: int) -> None:
     for name in ("dot_types", "storage_types", "features"):
         rule = "instruction set of the compute capability"
         origins.note(f"devices.{index}.{name}", DERIVED, rule)

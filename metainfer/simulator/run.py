@@ -9,7 +9,6 @@ the engine apart; tokens cost `token_s` each.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from metainfer.core.clock import VirtualClock
@@ -186,13 +185,3 @@ def simulate(
 ) -> Outcome:
     """Serve `workload` in `world`. Raises as `Simulation.run`."""
     return Simulation(world, workload, acceptance=acceptance, seed=seed).run()
-
-
-def curve(
-    world: World, spec: str, workloads: Sequence[tuple[int, Workload]]
-) -> list[dict[str, object]]:
-    """One row per concurrency of the same kind of load."""
-    return [
-        {"concurrency": concurrency, "workload": spec, **simulate(world, workload).to_json()}
-        for concurrency, workload in workloads
-    ]

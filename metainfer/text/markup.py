@@ -57,8 +57,6 @@ HERMES = Markup("hermes", None, _TOOL_CALL)
 QWEN3 = Markup("qwen3", _THINK, _TOOL_CALL)
 THINK = Markup("think", _THINK)
 
-MARKUPS = {row.name: row for row in (PLAIN, DEEPSEEK, HERMES, QWEN3, THINK)}
-
 #: A call form that we do not read; a template that teaches it must not be taken for Hermes.
 _OTHER_FORMS = ("<function=", "<arg_key>", "<|python_tag|>", "[TOOL_CALLS]", "<|channel|>")
 

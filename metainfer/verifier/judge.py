@@ -108,7 +108,7 @@ class Judge:
         result: Any,
         found: Found,
     ) -> None:
-        case = self._case(call, before, result)
+        case = self._case(call, before)
         written = tuple(after[index] for index in case.outputs)
         mine = (written if result is None else (result, *written)) if written else result
         if call.op in BY_ROW:
@@ -124,7 +124,7 @@ class Judge:
             found.failed.append(where(call))
             found.named = found.named or self._name(call, outcome)
 
-    def _case(self, call: Call, before: tuple[Any, ...], result: Any) -> Case:
+    def _case(self, call: Call, before: tuple[Any, ...]) -> Case:
         args: list[Any] = []
         uses = iter(call.weights)
         for place, arg in enumerate(before):

@@ -50,7 +50,7 @@ def reference_engine(subject: Subject, tokens: int, dtype: str) -> AbstractConte
         draft="off",
         parallel=None,
         ops={},
-        layouts=layout_pins(subject.main.resolved, subject.machine.registry),
+        layouts=layout_pins(subject.main.resolved),
         allow_fallback=("all",),
     )
 

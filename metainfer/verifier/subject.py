@@ -185,7 +185,7 @@ def open_subject(
     return Subject(intent, machine, model, say, seed, main, text)
 
 
-def layout_pins(resolved: Resolved, registry: Registry) -> Mapping[str, str]:
+def layout_pins(resolved: Resolved) -> Mapping[str, str]:
     """The cache layouts of a plan whose rounding belongs to its recipe."""
     scaled = ("fp8", "fp4")
     return {

@@ -22,7 +22,6 @@ from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.entries import EntryPages, StateRows
 
-PAGES = "kv-pages@1"
 TYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,

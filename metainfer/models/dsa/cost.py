@@ -23,14 +23,6 @@ def parameters(arch: DsaArch) -> int:
     return sum(spec.elements for spec in specs)
 
 
-def active(arch: DsaArch) -> int:
-    """Parameters that one token passes, with the head and without the embedding."""
-    packed = weights.packed_weights(arch)
-    routed = sum(spec.elements for spec in packed if spec.role == "experts")
-    embed = arch.vocab_size * arch.hidden
-    return parameters(arch) - embed - routed + routed * arch.experts_per_token // arch.experts
-
-
 def capped_sum(count: int, cap: int) -> float:
     """Sum of min(t, cap) over t = 1 .. count."""
     ramp = min(count, cap)
