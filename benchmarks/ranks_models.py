@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from metainfer.formats.block_codecs import BlockTensor
 from metainfer.formats.drawn import Drawn
+from metainfer.formats.export import export
+from metainfer.formats.quant import RawTensor
+from metainfer.formats.random_source import RandomSource
 from metainfer.models.registry import random_config, random_draws, read_arch
 from metainfer.planner.opening import open_model
 
 Draw = Callable[[str, Drawn], Tensor]
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WORDS = ("embed.weight", "head.weight", "embed_tokens.weight")
+DRAFTING = {
+    "num_attention_heads": 8,
+    "o_groups": 4,
+    "index_n_heads": 16,  # with few of them entries tie at exactly 0
+    "num_nextn_predict_layers": 1,
+}
 
 
 def noise(seed: int, device: str = "cpu") -> Callable[..., Tensor]:
@@ -33,9 +45,6 @@ def _save(folder: Path, config: Mapping[str, Any], draws: Mapping[str, Drawn], d
     tensors = {name: draw(name, drawn).contiguous().cpu() for name, drawn in draws.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
-
-
-WORDS = ("embed.weight", "head.weight", "embed_tokens.weight")
 
 
 def dense(folder: Path, seed: int, loud: float, kind: torch.dtype, **shape: int) -> Path:
@@ -57,12 +66,7 @@ def drafting(folder: Path, seed: int, loud: float) -> Path:
     Its layers are quiet beside words and the draft layer passes the next word on, so that some
     drafts are right and some are not.
     """
-    config = random_config("tiny-deepseek-v4", {"layers": "4"}) | {
-        "num_attention_heads": 8,
-        "o_groups": 4,
-        "index_n_heads": 16,  # with few of them entries tie at exactly 0
-        "num_nextn_predict_layers": 1,
-    }
+    config = random_config("tiny-deepseek-v4", {"layers": "4"}) | DRAFTING
     arch, made = read_arch(config, str(folder)).with_draft(), noise(seed)
 
     def draw(name: str, drawn: Drawn) -> Tensor:
@@ -78,6 +82,32 @@ def drafting(folder: Path, seed: int, loud: float) -> Path:
         return (drawn.mean + deviation * made(*drawn.shape)).float()
 
     return _save(folder, config, random_draws(arch, config), draw)
+
+
+class Passing(RandomSource):
+    """Random tensors in the published formats; a draft layer passes the next word on."""
+
+    def read(self, name: str) -> RawTensor | BlockTensor:
+        found = super().read(name)
+        if not name.endswith("e_proj.weight") or not isinstance(found, BlockTensor):
+            return found
+        one = torch.eye(self.draws[name].shape[0]).to(torch.float8_e4m3fn).view(torch.uint8)
+        return replace(found, data=one, scale=torch.full_like(found.scale, 127))
+
+
+def stored(folder: Path, seed: int, loud: float) -> Path:
+    """`drafting` as published files are: FP8 blocks, experts in MXFP4; steps of it are captured."""
+    config = random_config("tiny-deepseek-v4-fp4", {"layers": "4"}) | DRAFTING
+    config["moe_intermediate_size"] = 256  # a block for each rank
+    arch = read_arch(config, str(folder)).with_draft()
+    draws = {
+        name: drawn
+        if drawn.below or drawn.mean or len(drawn.shape) != 2
+        else replace(drawn, deviation=0.3 if name.endswith(WORDS) else loud)
+        for name, drawn in random_draws(arch, config).items()
+    }
+    export(str(seed), config, Passing(draws, seed), folder)
+    return folder
 
 
 def adapter(folder: Path, model: str, seed: int, rank: int, size: float) -> Path:

@@ -14,7 +14,10 @@ and what it has when it is ended is kept. In this order, or as ``--only`` names 
 * ``drafts``: a tiny DeepSeek-V4 with its draft layer, in float32 with its entries and index keys:
   what one card says without drafts is what it says with them, and what `tp2`, `cp2/tp2`, `ep2` and
   `cp2/dp2ep2` say;
-* ``kernels``: `attn_weigh` and `attn_paged_part` by their cases, then timed beside torch's form.
+* ``kernels``: `attn_weigh` and `attn_paged_part` by their cases, then timed beside torch's form;
+* ``captured``: drafts as in ``drafts``, of a model in the published formats and in bfloat16, whose
+  steps are captured. There a sum's last bit decides how an activation is rounded, so tokens that
+  part are told and not judged; that some drafts are right is.
 
 Ranks meet in the host's memory. Tokens of random weights in float32 lie as a rule far enough apart
 for sums in another order; where an answer differs, the report says at which token, and how far the
@@ -50,7 +53,7 @@ from metainfer.core.intent import Intent
 from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.engine import Engine
 
-LIMITS = {"dealt": 110.0, "adapters": 70.0, "drafts": 90.0, "kernels": 60.0}
+LIMITS = {"dealt": 110.0, "adapters": 70.0, "drafts": 90.0, "kernels": 60.0, "captured": 90.0}
 DEALT = ("tp2", "tp2cs2")
 ADAPTED = ("tp2", "cp2/tp2", "cp2/dp2")
 DRAFTED = ("tp2", "cp2/tp2", "ep2", "cp2/dp2ep2")
@@ -288,19 +291,33 @@ def adapters(args: argparse.Namespace, parts: Parts, folder: Path) -> None:
 
 
 def drafts(args: argparse.Namespace, parts: Parts, folder: Path) -> None:
-    sizes = SIZES[args.platform]
     model = models.drafting(folder / "drafting", 5, 0.04)
+    layouts = {"kv": "latent@1", "index": "index@1"}
+    _proposed(args, parts, model, True, dtype="float32", layouts=layouts)
+
+
+def captured(args: argparse.Namespace, parts: Parts, folder: Path) -> None:
+    _proposed(args, parts, models.stored(folder / "stored", 5, 0.02), False, dtype="bfloat16")
+
+
+def _proposed(
+    args: argparse.Namespace, parts: Parts, model: Path, judged: bool, **shape: Any
+) -> None:
+    """One card without and with drafts, then ranks with them. `judged`: all tokens must be the
+    same."""
+    sizes = SIZES[args.platform]
     prompts, wanted = prompts_of([n // 2 for n in sizes.prompts], 512), list[Answer]()
-    shape: dict[str, Any] = {
-        "dtype": "float32", "context": 512, "concurrency": 6, "chunk_tokens": 64,
-        "kv_bytes": 1 << 26, "layouts": {"kv": "latent@1", "index": "index@1"},
-    }  # fmt: skip
 
     def compare(layout: str, draft: str) -> Report:
-        with started(args, model, parallel=layout, draft=draft, **shape) as engine:
+        with started(
+            args, model, parallel=layout, draft=draft, context=512, concurrency=6, chunk_tokens=64,
+            kv_bytes=1 << 26, **shape,
+        ) as engine:  # fmt: skip
             found = ask(engine, prompts, 2 * sizes.tokens)
             wanted.extend(found if not wanted else ())
             report = agreement(found, wanted) | about(engine)
+        if not judged:
+            report["parted"], report["wrong"] = report["wrong"], []
         if draft != "off" and not report["accepted"]:
             report["wrong"].append("no draft was right")
         return report
@@ -315,7 +332,7 @@ def section(args: argparse.Namespace) -> None:
     if args.section == "kernels":
         kernels(args.platform, parts.part)
         return
-    steps = {"dealt": dealt, "adapters": adapters, "drafts": drafts}
+    steps = {"dealt": dealt, "adapters": adapters, "drafts": drafts, "captured": captured}
     with tempfile.TemporaryDirectory() as folder:
         steps[args.section](args, parts, Path(folder))
 
