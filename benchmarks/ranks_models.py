@@ -1,7 +1,4 @@
-"""Checkpoints and adapters that `ranks_tokens.py` draws: shapes that no ``random:`` reference has.
-
-Noise of any generator's seed, so that every rank and every layout reads the same files.
-"""
+"""Checkpoints and adapters that `ranks_tokens.py` draws: shapes that no ``random:`` reference has."""
 
 from __future__ import annotations
 
@@ -47,11 +44,13 @@ def _save(folder: Path, config: Mapping[str, Any], draws: Mapping[str, Drawn], d
     return folder
 
 
-def dense(folder: Path, seed: int, loud: float, kind: torch.dtype, **shape: int) -> Path:
+def dense(
+    folder: Path, seed: int, loud: float, kind: torch.dtype, device: str = "cpu", **shape: int
+) -> Path:
     """A dense model of `shape` (of its config), stored as `kind`; matrices of deviation `loud`,
-    words of 0.3."""
+    words of 0.3. Other devices draw other numbers."""
     config = {**random_config("tiny-llama", {}), **shape}
-    made = noise(seed, "cuda" if torch.cuda.is_available() else "cpu")
+    made = noise(seed, device)
 
     def draw(name: str, drawn: Drawn) -> Tensor:
         deviation = 0.3 if name.endswith(WORDS) else loud if len(drawn.shape) == 2 else 0.2

@@ -118,6 +118,8 @@ def started(args: argparse.Namespace, model: str | Path, **wish: Any) -> Iterato
         wish["collectives"] = "host"
     given = {"platform": args.platform, "parallel": "single", "prefix_cache": False, **wish}
     engine = Engine(Intent(model=str(model), **given))
+    if args.platform == "cuda":
+        torch.cuda.empty_cache()  # what one card had before
     begin = time.monotonic()
     engine.start()
     print(f"  {wish}: ready after {time.monotonic() - begin:.1f} s", flush=True)
@@ -125,8 +127,6 @@ def started(args: argparse.Namespace, model: str | Path, **wish: Any) -> Iterato
         yield engine
     finally:
         engine.close()
-        if args.platform == "cuda":
-            torch.cuda.empty_cache()  # of one card: what ranks have is theirs
 
 
 def prompts_of(lengths: Sequence[int], vocab: int) -> list[list[int]]:
@@ -236,7 +236,7 @@ def dealt(args: argparse.Namespace, parts: Parts, folder: Path) -> None:
     ):
         name = f"{layout}, float32{', drafts' * (draft != 'off')}"
         parts.part(name, partial(compare, layout, draft))
-    large = models.dense(folder / "large", 4, 0.02, torch.bfloat16, **sizes.large)
+    large = models.dense(folder / "large", 4, 0.02, torch.bfloat16, args.platform, **sizes.large)
     for layout in DEALT:
         parts.part(f"{layout}, bfloat16", partial(speed, args, parts, large, layout))
 
