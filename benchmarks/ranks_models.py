@@ -1,4 +1,4 @@
-"""Checkpoints and adapters that `ranks_tokens.py` draws: shapes that no ``random:`` reference has."""
+"""Checkpoints and adapters that `ranks_tokens.py` draws: shapes that no ``random:`` name has."""
 
 from __future__ import annotations
 
