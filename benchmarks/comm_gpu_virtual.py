@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -172,11 +173,11 @@ def skipped_call(host: bool) -> Report:
     return found
 
 
-def graph_us(
-    group: CudaLocalGroup, step: Callable[[int], None], repeat: int = 50
-) -> dict[str, float]:
-    """Microseconds per call inside graphs: one graph of `repeat` calls per rank, each on its own
-    stream. A first replay brings the ranks together; the second is timed, the slowest rank's."""
+Graphs = list[torch.cuda.CUDAGraph]
+
+
+def graphs_of(group: CudaLocalGroup, step: Callable[[int], None], repeat: int) -> Graphs:
+    """One graph of `repeat` calls per rank, each to be replayed on its rank's stream."""
     on_all(group, step)
     graphs = []
     for rank, stream in enumerate(group.streams):
@@ -185,25 +186,39 @@ def graph_us(
             for _ in range(repeat):
                 step(rank)
     torch.cuda.synchronize()
-    samples = []
-    for _ in range(15):
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in graphs]
-        for turn in range(2):
-            for rank, stream in enumerate(group.streams):
-                with torch.cuda.stream(stream):
-                    if turn:
-                        marks[rank][0].record()
-                    graphs[rank].replay()
-                    if turn:
-                        marks[rank][1].record()
-        torch.cuda.synchronize()
-        samples.append(max(begin.elapsed_time(end) for begin, end in marks) * 1e3 / repeat)
-        for comm in group.ranks:
-            comm.check()
-    samples = samples[3:]
+    return graphs
+
+
+def replay_us(group: CudaLocalGroup, graphs: Graphs, repeat: int) -> float:
+    """Microseconds per call: a first replay brings the ranks together, the second is timed, the
+    slowest rank's."""
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in graphs]
+    for turn in range(2):
+        for rank, stream in enumerate(group.streams):
+            with torch.cuda.stream(stream):
+                if turn:
+                    marks[rank][0].record()
+                graphs[rank].replay()
+                if turn:
+                    marks[rank][1].record()
+    torch.cuda.synchronize()
+    for comm in group.ranks:
+        comm.check()
+    return max(begin.elapsed_time(end) for begin, end in marks) * 1e3 / repeat
+
+
+def spread(samples: list[float]) -> dict[str, float]:
     middle = statistics.median(samples)
     mad = statistics.median(abs(x - middle) for x in samples)
     return {"us": middle, "mad": mad, "n": len(samples)}
+
+
+def graph_us(
+    group: CudaLocalGroup, step: Callable[[int], None], repeat: int = 50
+) -> dict[str, float]:
+    """Microseconds per call inside graphs."""
+    graphs = graphs_of(group, step, repeat)
+    return spread([replay_us(group, graphs, repeat) for _ in range(15)][3:])
 
 
 def time_virtual(host: bool) -> Report:
@@ -251,39 +266,79 @@ def best(rows: Report) -> Report:
     return found
 
 
-def time_epilogue() -> Report:
-    """8 rows of 4096: all-reduce alone, with the epilogue fused, with 64 counts; N = 2 and 4."""
+EPILOGUES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "counts": {"side_int32": 64},
+    "epilogue": {"epilogue": Epilogue(hidden=4096)},
+    "both": {"epilogue": Epilogue(hidden=4096), "side_int32": 64},
+}
+
+
+def time_epilogue(pairs: int = 72) -> Report:
+    """8 rows of 4096: all-reduce alone, with the epilogue fused, with 64 counts; N = 2 and 4. What
+    the epilogue costs is the median of differences between replays next to each other, which of the
+    two comes first being drawn, with a bootstrap interval of 95 %."""
     rows: Report = {}
+    differences: Report = {}
+    repeat = 50
+    rng = random.Random(0)
     for world in (2, 4):
         for blocks in (4, 8):
+            name = f"N={world} blocks={blocks}"
             with CudaLocalGroup(world, blocks=blocks, slot_bytes=256 * KIB) as group:
-                base = {"op": Op.ALL_REDUCE, "count": 8 * 4096, "dtype": "bfloat16", "world": world}
-                given = torch.randn(8, 4096, device="cuda").to(torch.bfloat16)
-                weight = given[0].clone()
-                out = [torch.empty_like(given) for _ in range(world)]
-                made = [Rows(given.clone(), weight, given.clone()) for _ in range(world)]
-                zero = torch.zeros(64, dtype=torch.int32, device="cuda")
-                sides = [Side(zero, zero.clone()) for _ in range(world)]
-                for name, more in (
-                    ("plain", {}),
-                    ("counts", {"side_int32": 64}),
-                    ("epilogue", {"epilogue": Epilogue(hidden=4096)}),
-                    ("both", {"epilogue": Epilogue(hidden=4096), "side_int32": 64}),
-                ):
-                    plan = plan_of(Request(**base, **more), "one_shot", "local")
-                    group.warm(plan)
+                graphs = {
+                    kind: graphs_of(group, epilogue_step(group, more), repeat)
+                    for kind, more in EPILOGUES.items()
+                }
+                for kind, made in graphs.items():
+                    rows[f"{name} {kind}"] = spread(
+                        [replay_us(group, made, repeat) for _ in range(15)][3:]
+                    )
+                found = []
+                for _ in range(pairs):
+                    order = rng.sample(["plain", "epilogue"], 2)
+                    found.append({kind: replay_us(group, graphs[kind], repeat) for kind in order})
+            differences[name] = paired(found)
+    return {"rows": rows, "pairs": differences}
 
-                    def step(rank: int) -> None:
-                        group.ranks[rank].run(
-                            plan,  # noqa: B023
-                            given,  # noqa: B023
-                            out[rank],  # noqa: B023
-                            side=sides[rank] if "side_int32" in more else None,  # noqa: B023
-                            rows=made[rank] if "epilogue" in more else None,  # noqa: B023
-                        )
 
-                    rows[f"N={world} blocks={blocks} {name}"] = graph_us(group, step)
-    return {"rows": rows}
+def epilogue_step(group: CudaLocalGroup, more: dict[str, Any]) -> Callable[[int], None]:
+    """What a rank of `group` does for one entry of `EPILOGUES`."""
+    world = len(group.ranks)
+    request = Request(op=Op.ALL_REDUCE, count=8 * 4096, dtype="bfloat16", world=world, **more)
+    plan = plan_of(request, "one_shot", "local")
+    group.warm(plan)
+    given = torch.randn(8, 4096, device="cuda").to(torch.bfloat16)
+    weight = given[0].clone()
+    out = [torch.empty_like(given) for _ in range(world)]
+    made = [Rows(given.clone(), weight, given.clone()) for _ in range(world)]
+    zero = torch.zeros(64, dtype=torch.int32, device="cuda")
+    sides = [Side(zero, zero.clone()) for _ in range(world)]
+
+    def step(rank: int) -> None:
+        group.ranks[rank].run(
+            plan,
+            given,
+            out[rank],
+            side=sides[rank] if request.side_int32 else None,
+            rows=made[rank] if request.epilogue else None,
+        )
+
+    return step
+
+
+def paired(found: list[dict[str, float]]) -> Report:
+    """Microseconds that the epilogue adds, from pairs of both."""
+    from overlap import bootstrap  # the engine, which no other section needs
+
+    more = [each["epilogue"] - each["plain"] for each in found]
+    return {
+        "us": statistics.median(more),
+        "interval": bootstrap(more),
+        "plain_us": statistics.median(each["plain"] for each in found),
+        "epilogue_us": statistics.median(each["epilogue"] for each in found),
+        "n": len(found),
+    }
 
 
 def copies() -> Report:

@@ -25,10 +25,10 @@ MI_FN void mi_copy(mi_u64 to, mi_u64 from, mi_u32 bytes);
 MI_FN void mi_spread(const mi_u64 *to, mi_u32 places, mi_u64 from, mi_u32 bytes);
 MI_FN void mi_many(const MiCopies *copies);
 MI_FN void mi_sum(const MiCall *call, mi_u64 to, const mi_u64 *from, mi_u32 count);
-/* Sum, residual and norm of whole rows in one pass: what does not wait for peers, then the rest. 0 where
- * that is not built and nothing was done. */
-MI_FN int mi_start_rows(const MiCall *call, const mi_u64 *from, mi_u32 begin, mi_u32 end,
-                        MiRows *rows);
+/* Sum, residual and norm of whole rows in one pass: what is known of the call alone, before the launch before
+ * has ended; what does not wait for peers; the rest. 0 where that is not built and nothing was done. */
+MI_FN int mi_plan_rows(const MiCall *call, mi_u32 begin, mi_u32 end, MiRows *rows);
+MI_FN int mi_start_rows(const MiCall *call, const mi_u64 *from, MiRows *rows);
 MI_FN void mi_finish_rows(const MiCall *call, MiRows *rows);
 MI_FN void mi_epilogue(const MiCall *call, mi_u64 begin, mi_u64 end);
 
@@ -88,16 +88,25 @@ MI_FN void mi_push(const MiCall *call, mi_u32 kind, mi_u32 half) {
     mi_give(call, half, 0ull - MI_SIDE, call->side_in, call->side * 4);
 }
 
-/* Where this rank's part of every rank lies from `begin` on, its own in place; for the sum of it. */
-MI_FN void mi_sources(const MiCall *call, mi_u32 kind, mi_u32 half, mi_u32 begin, mi_u64 *from) {
+/* Where this rank's part of every rank lies from `begin` on, its own in place; for the sum of it. In the
+ * first half of slots: which half it is, a call knows late. */
+MI_FN void mi_sources(const MiCall *call, mi_u32 kind, mi_u32 begin, mi_u64 *from) {
     const mi_u32 rank = call->rank;
     MI_UNROLL
     for (mi_u32 p = 0; p < MI_TOP; p++) {
         from[p] = (p == rank ? call->in + call->in_begin[rank] * call->width
-                             : mi_slot(call, rank, p, half) + MI_SIDE + mi_part(call, kind, rank)) +
+                             : mi_slot(call, rank, p, 0) + MI_SIDE + mi_part(call, kind, rank)) +
                   (mi_u64)begin * call->width;
         MI_NOW(from[p]);
     }
+}
+
+/* The same in `half`. */
+MI_FN void mi_in_half(const MiCall *call, mi_u32 half, mi_u64 *from) {
+    const mi_u64 further = half ? mi_slot(call, 0, 0, 1) - mi_slot(call, 0, 0, 0) : 0;
+    MI_UNROLL
+    for (mi_u32 p = 0; p < MI_TOP; p++)
+        if (p != call->rank) from[p] += further;
 }
 
 MI_FN void mi_sum_side(const MiCall *call, mi_u32 half) {
@@ -180,22 +189,25 @@ MI_FN mi_u64 mi_sum_gather(const MiCall *call, mi_u64 calls, const mi_u64 *from,
  * not before: a block that waits for a peer must not be what keeps that peer's block, of this stream or
  * another, from a place on its card. */
 MI_FN mi_u64 mi_collective(const MiCall *call, mi_u32 kind) {
+    const mi_u32 sums = kind != MI_COPY && kind != MI_NOTHING;
     mi_ahead(call);
+    mi_u32 begin, end; /* what the call says itself is worked out while the launch before still runs */
+    mi_u64 from[MI_TOP];
+    MiRows rows;
+    mi_stripe(call, call->in_len[call->rank], &begin, &end);
+    if (sums) mi_sources(call, kind, begin, from);
+    int fused = kind == MI_SUM_ALL && mi_hidden(call) && begin < end &&
+                mi_plan_rows(call, begin, end, &rows);
     mi_grid_wait();
     const mi_u64 calls = mi_enter(call);
-    const mi_u32 half = (mi_u32)(calls & 1), sums = kind != MI_COPY && kind != MI_NOTHING;
+    const mi_u32 half = (mi_u32)(calls & 1);
     mi_take_turn(call, calls);
     mi_push(call, kind, half);
     mi_pass_turn(call, calls);
     mi_announce(call, calls, 0);
     mi_arrive(call, calls);
-    mi_u32 begin, end; /* what is to be added is worked out before peers are there */
-    mi_u64 from[MI_TOP];
-    mi_stripe(call, call->in_len[call->rank], &begin, &end);
-    if (sums) mi_sources(call, kind, half, begin, from);
-    MiRows rows;
-    const int fused = kind == MI_SUM_ALL && mi_hidden(call) && begin < end &&
-                      mi_start_rows(call, from, begin, end, &rows);
+    if (sums) mi_in_half(call, half, from);
+    if (fused) fused = mi_start_rows(call, from, &rows);
     const mi_u64 code = mi_hear(call, calls, 0);
     if (code != MI_OK) return code;
     if (kind != MI_SUM_GATHER) mi_grid_trigger();

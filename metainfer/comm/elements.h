@@ -60,6 +60,30 @@ __device__ __forceinline__ double inverse_root(double x) { return __ddiv_rn(1.0,
 __device__ __forceinline__ float divide(float a, float b) { return __fdiv_rn(a, b); }
 __device__ __forceinline__ double divide(double a, double b) { return __ddiv_rn(a, b); }
 
+/* The same of floats in fewer steps that wait for each other, right where they are asked. */
+
+/* a / b, rounded once. `inverse` is 1 / b, rounded; b is a whole number below 2^22, and a / b and what it
+ * leaves are no denormals. The product is within two units of it; what that leaves is exact, and so
+ * small that an error of the inverse moves the quotient by less than b's own distance from a tie. */
+__device__ __forceinline__ float quotient(float a, float b, float inverse) {
+    const float q = __fmul_rn(a, inverse);
+    return __fmaf_rn(__fmaf_rn(-q, b, a), inverse, q);
+}
+/* Neither too small for what a division of it leaves, nor large, nor no number, nor just below a power of
+ * four, whose root's inverse lies beside a tie. */
+__device__ __forceinline__ bool is_common(float x) {
+    return float_bits(x) - 0x1f800000u <= 0x52000000u && (float_bits(x) & 0xfffffeu) != 0x7ffffeu;
+}
+/* 1 / sqrt(x), the root rounded and its inverse too, for x that `is_common`. `y`: within six units of it;
+ * tests try all. */
+__device__ __forceinline__ float inverse_root_soon(float x, float y) {
+    const float g = __fmul_rn(x, y), h = __fmul_rn(0.5f, y), off = __fmaf_rn(-g, h, 0.5f);
+    const float about = __fmaf_rn(g, off, g), start = __fmaf_rn(y, off, y);
+    const float root = __fmaf_rn(__fmaf_rn(-about, about, x), __fmaf_rn(h, off, h), about);
+    const float left = __fmaf_rn(-root, start, 1.0f);
+    return __fmaf_rn(__fmaf_rn(left, left, left), start, start);
+}
+
 template <int Type> struct Values {
     typedef typename Element<Type>::Raw Raw;
     typedef typename Element<Type>::Wide Wide;
@@ -139,6 +163,31 @@ template <> __device__ __forceinline__ void Values<MI_BF16>::settle(Pack *p) {
         const mi_u32 nan = ((p->w[i] & 0x7fff7fffu) + 0x00010001u) >> 15 & 0x00010001u;
         p->w[i] ^= nan * 0x3fu; // 0x7fc0
     }
+}
+
+// The packs of every rank, summed in rank order, wide.
+template <int Type>
+__device__ __forceinline__ void wide_sum(const MiCall *call, const Pack *p,
+                                         typename Element<Type>::Wide *total) {
+    const int n = Values<Type>::N;
+    Values<Type>::unpack(p[0], total);
+#pragma unroll
+    for (mi_u32 r = 1; r < MI_TOP; r++) {
+        if (r >= mi_world(call)) break;
+        typename Element<Type>::Wide next[n];
+        Values<Type>::unpack(p[r], next);
+#pragma unroll
+        for (int i = 0; i < n; i++) total[i] = add(total[i], next[i]);
+    }
+}
+
+// The same rounded; a NaN is not settled yet.
+template <int Type>
+__device__ __forceinline__ Pack add_packs(const MiCall *call, const Pack *p) {
+    typename Element<Type>::Wide total[Values<Type>::N];
+    if (MI_TOP == 2) return Values<Type>::added(p[0], p[1]);
+    wide_sum<Type>(call, p, total);
+    return Values<Type>::rounded(total);
 }
 
 #endif

@@ -6,20 +6,10 @@
 // system scope, so no stale line of a first-level cache is used; flags carry the order (`slab.h`).
 #include "slab.h"
 
-// One row after another of 2-byte elements, at most four packs per lane, everything in registers. What
-// does not wait for peers is there before they are: `kept` (the residual) and weights of the first row,
-// and where this lane's first pack lies; the others follow at known distances.
-struct MiRows {
-    Pack kept[4], weight[4];
-    mi_u64 from[MI_TOP], to, residual, normed;
-    mi_u32 lane, group, packs, row, end; // packs of this lane; bytes to this row, to the end of the last
-};
+#include "elements.h"
+#include "rows.h"
 
 #include "collective.h"
-#include "elements.h"
-
-#define LANES 256u
-#define GROUP 8u
 
 // Packs of each rank that a thread has in flight: what host memory gives is bytes in flight over about
 // 1.5 us, and one pack of a thread fills no link. Sixteen in all, so that registers do: four blocks of
@@ -126,31 +116,6 @@ __device__ __forceinline__ void load_packs(const MiCall *call, const mi_u64 *fro
         if (r < mi_world(call)) p[r] = load_pack(from[r] + offset);
 }
 
-// The packs of every rank, summed in rank order, wide.
-template <int Type>
-__device__ __forceinline__ void wide_sum(const MiCall *call, const Pack *p,
-                                         typename Element<Type>::Wide *total) {
-    const int n = Values<Type>::N;
-    Values<Type>::unpack(p[0], total);
-#pragma unroll
-    for (mi_u32 r = 1; r < MI_TOP; r++) {
-        if (r >= mi_world(call)) break;
-        typename Element<Type>::Wide next[n];
-        Values<Type>::unpack(p[r], next);
-#pragma unroll
-        for (int i = 0; i < n; i++) total[i] = add(total[i], next[i]);
-    }
-}
-
-// The same rounded; a NaN is not settled yet.
-template <int Type>
-__device__ __forceinline__ Pack add_packs(const MiCall *call, const Pack *p) {
-    typename Element<Type>::Wide total[Values<Type>::N];
-    if (MI_TOP == 2) return Values<Type>::added(p[0], p[1]);
-    wide_sum<Type>(call, p, total);
-    return Values<Type>::rounded(total);
-}
-
 template <int Type>
 __device__ __forceinline__ void sum(const MiCall *call, mi_u64 to, const mi_u64 *from,
                                     mi_u32 count) {
@@ -193,180 +158,6 @@ __device__ __forceinline__ void sum(const MiCall *call, mi_u64 to, const mi_u64 
     }
 }
 
-// ---- epilogue: residual += y, RMSNorm of it; the order of `exact.py` -------------------------------
-
-// Sum over the 256 lanes of a group of threads: halves are added pairwise. Every warp adds all of them, so
-// that the group meets once; rows take turns with the room, for one of it may still be read.
-template <typename Wide>
-__device__ __forceinline__ Wide sum_lanes(Wide mine, mi_u32 lane, mi_u32 group, mi_u32 turn) {
-    __shared__ double room[2][2][LANES];
-    Wide *const held = (Wide *)room[turn & 1][group];
-    held[lane] = mine;
-    sync_group(group);
-    // 256 -> 128 -> 64 -> 32, each lane the same additions as a tree over all lanes.
-    Wide a[4];
-#pragma unroll
-    for (mi_u32 k = 0; k < 4; k++) {
-        const mi_u32 at = lane % 32 + 32 * k;
-        a[k] = add(held[at], held[at + 128]);
-    }
-    mine = add(add(a[0], a[2]), add(a[1], a[3]));
-#pragma unroll
-    for (int step = 16; step; step /= 2) mine = add(mine, __shfl_xor_sync(0xffffffffu, mine, step));
-    return mine;
-}
-
-template <int Type>
-__device__ __forceinline__ typename Element<Type>::Wide scale_of(const MiCall *call,
-                                                                 typename Element<Type>::Wide square,
-                                                                 mi_u32 lane, mi_u32 group,
-                                                                 mi_u32 turn) {
-    typedef typename Element<Type>::Wide Wide;
-    const Wide mean = divide(sum_lanes(square, lane, group, turn), (Wide)call->hidden);
-    return inverse_root(add(mean, (Wide)call->eps));
-}
-
-#define PACK_STEP (LANES * 16u)
-
-__device__ __forceinline__ void load_row(MiRows *r) {
-#pragma unroll
-    for (mi_u32 k = 0; k < 4; k++)
-        if (k < r->packs) r->kept[k] = load_pack(r->residual + k * PACK_STEP);
-}
-
-// Whether the rows of this block can be done so.
-__device__ __forceinline__ int start_rows(const MiCall *call, const mi_u64 *from, mi_u32 begin,
-                                          mi_u32 end, MiRows *r) {
-    const mi_u32 packs = call->hidden / GROUP;
-    mi_u32 lane = MI_TID % LANES, group = MI_TID / LANES;
-    mi_u64 all = (call->out + begin * 2ull) | (call->residual + begin * 2ull) |
-                 (call->normed + begin * 2ull) | call->weight;
-#pragma unroll
-    for (mi_u32 p = 0; p < MI_TOP; p++)
-        if (p < mi_world(call)) all |= from[p];
-    if (call->hidden % GROUP || packs > 4 * LANES || (all & 15)) return 0;
-    r->row = group * call->hidden * 2;
-    r->end = (end - begin) * 2;
-    r->packs = r->row < r->end && lane < packs ? (packs - lane + LANES - 1) / LANES : 0;
-    const mi_u64 at = begin * 2ull + r->row + lane * 16;
-    r->to = call->out + at;
-    r->residual = call->residual + at;
-    r->normed = call->normed + at;
-    MI_NOW(r->to);
-    MI_NOW(r->normed);
-    now(&lane);
-    now(&group);
-    r->lane = lane, r->group = group;
-#pragma unroll
-    for (mi_u32 p = 0; p < MI_TOP; p++) {
-        r->from[p] = from[p] + r->row + lane * 16;
-        MI_NOW(r->from[p]);
-    }
-#pragma unroll
-    for (mi_u32 k = 0; k < 4; k++)
-        if (k < r->packs) r->weight[k] = load_pack(call->weight + lane * 16 + k * PACK_STEP);
-    load_row(r);
-    return 1;
-}
-
-// The NaNs of this lane's packs of a row are given the payload that they are to have.
-template <int Type> __device__ __forceinline__ void settle_row(mi_u64 at, mi_u32 packs) {
-#pragma unroll 1
-    for (mi_u32 k = 0; k < packs; k++) {
-        Pack p = load_pack(at + k * PACK_STEP);
-        Values<Type>::settle(&p);
-        store_pack(at + k * PACK_STEP, p);
-    }
-}
-
-// BESIDE packs of every rank are loaded together, as many as registers allow, and computed without a
-// branch between them; what is not there is computed too, and not kept.
-#define BESIDE (MI_TOP > 4 ? 1 : 2)
-template <int Type> __device__ __forceinline__ void finish_rows(const MiCall *call, MiRows *r) {
-    typedef Values<Type> V;
-    for (mi_u32 turn = 0; r->row < r->end; turn++) {
-        float square = 0;
-#pragma unroll
-        for (mi_u32 some = 0; some < 4; some += BESIDE) {
-            if (some >= r->packs) break;
-            Pack p[BESIDE][MI_TOP];
-#pragma unroll
-            for (mi_u32 k = 0; k < BESIDE; k++)
-                if (some + k < r->packs) load_packs(call, r->from, (some + k) * PACK_STEP, p[k]);
-#pragma unroll
-            for (mi_u32 k = some; k < some + BESIDE; k++) {
-                const Pack y = add_packs<Type>(call, p[k - some]), sum = V::added(y, r->kept[k]);
-                float x[GROUP], more = square;
-                V::unpack(sum, x);
-#pragma unroll
-                for (int i = 0; i < (int)GROUP; i++) more = add(more, mul(x[i], x[i]));
-                now(&more);
-                if (k < r->packs) {
-                    square = more;
-                    store_pack(r->to + k * PACK_STEP, y);
-                    store_pack(r->residual + k * PACK_STEP, sum);
-                }
-                r->kept[k] = sum;
-            }
-        }
-        if (square != square) { // one of the elements is a NaN, perhaps its y too
-            settle_row<Type>(r->to, r->packs);
-            settle_row<Type>(r->residual, r->packs);
-        }
-        const float scale = scale_of<Type>(call, square, r->lane, r->group, turn);
-        bool nan = false;
-#pragma unroll
-        for (mi_u32 k = 0; k < 4; k++) {
-            if (k >= r->packs) break;
-            float x[GROUP], w[GROUP];
-            V::unpack(r->kept[k], x);
-#pragma unroll
-            for (int i = 0; i < 4; i++) now(&r->weight[k].w[i]); // or it is unpacked before peers' packs
-            V::unpack(r->weight[k], w);
-#pragma unroll
-            for (int i = 0; i < (int)GROUP; i++) x[i] = mul(mul(x[i], scale), w[i]);
-            nan |= V::unsettled(x);
-            store_pack(r->normed + k * PACK_STEP, V::rounded(x));
-        }
-        if (nan) settle_row<Type>(r->normed, r->packs);
-        const mi_u32 step = MI_THREADS / LANES * call->hidden * 2;
-        r->row += step;
-        if (r->row >= r->end) return;
-        r->to += step, r->residual += step, r->normed += step;
-#pragma unroll
-        for (mi_u32 p = 0; p < MI_TOP; p++) r->from[p] += step;
-        load_row(r);
-    }
-}
-
-// Any type, width and alignment, from the reduced output; also what two-shot ends with.
-template <int Type>
-__device__ __forceinline__ void rows(const MiCall *call, mi_u64 begin, mi_u64 end) {
-    typedef typename Element<Type>::Raw Raw;
-    typedef typename Element<Type>::Wide Wide;
-    typedef Element<Type> E;
-    const mi_u32 lane = MI_TID % LANES, group = MI_TID / LANES;
-    const volatile Raw *y = (const volatile Raw *)call->out;
-    const Raw *weight = (const Raw *)call->weight;
-    Raw *residual = (Raw *)call->residual, *normed = (Raw *)call->normed;
-    mi_u32 turn = 0;
-    for (mi_u64 row = begin + group * (mi_u64)call->hidden; row < end;
-         row += MI_THREADS / LANES * (mi_u64)call->hidden) {
-        Wide square = 0;
-        for (mi_u32 j = lane * GROUP; j < call->hidden; j += LANES * GROUP)
-            for (mi_u32 i = j; i < j + GROUP && i < call->hidden; i++) {
-                const Raw sum = E::round(add(E::wide(y[row + i]), E::wide(residual[row + i])));
-                residual[row + i] = sum;
-                square = add(square, mul(E::wide(sum), E::wide(sum)));
-            }
-        const Wide scale = scale_of<Type>(call, square, lane, group, turn++);
-        for (mi_u32 j = lane * GROUP; j < call->hidden; j += LANES * GROUP)
-            for (mi_u32 i = j; i < j + GROUP && i < call->hidden; i++)
-                normed[row + i] =
-                    E::round(mul(mul(E::wide(residual[row + i]), scale), E::wide(weight[i])));
-    }
-}
-
 #define BY_TYPE(step)                                                                              \
     switch (mi_type(call)) {                                                                       \
     case MI_BF16: step(MI_BF16); break;                                                            \
@@ -387,10 +178,12 @@ MI_FN void mi_ahead(const MiCall *call) {
     for (mi_u32 at = MI_TID * 128; at < mi_hidden(call) * call->width; at += MI_THREADS * 128)
         prefetch(call->weight + at);
 }
-MI_FN int mi_start_rows(const MiCall *call, const mi_u64 *from, mi_u32 begin, mi_u32 end,
-                        MiRows *rows) {
+MI_FN int mi_plan_rows(const MiCall *call, mi_u32 begin, mi_u32 end, MiRows *rows) {
     if (mi_type(call) != MI_BF16 && mi_type(call) != MI_F16) return 0;
-    return start_rows(call, from, begin, end, rows);
+    return plan_rows(call, begin, end, rows);
+}
+MI_FN int mi_start_rows(const MiCall *call, const mi_u64 *from, MiRows *rows) {
+    return start_rows(call, from, rows);
 }
 MI_FN void mi_finish_rows(const MiCall *call, MiRows *rows) {
     if (mi_type(call) == MI_BF16) finish_rows<MI_BF16>(call, rows);

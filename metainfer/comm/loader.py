@@ -9,7 +9,9 @@ from metainfer.core.verdict import Verdict
 from metainfer.kernels import cubin
 
 FOLDER = Path(__file__).parent
-HEADERS = tuple(FOLDER / name for name in ("collective.h", "elements.h", "slab.h", "ptx.h"))
+HEADERS = tuple(
+    FOLDER / name for name in ("collective.h", "elements.h", "ptx.h", "rows.h", "slab.h")
+)
 
 
 @dataclass(frozen=True, slots=True)

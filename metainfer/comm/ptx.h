@@ -77,6 +77,12 @@ MI_FN mi_u32 add_bf16(mi_u32 a, mi_u32 b) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(0x3f803f80u), "r"(b)); /* times one */
     return y;
 }
+/* 1 / sqrt(x) to 2^-22.9, says the PTX manual, for x that is no denormal. */
+MI_FN float about_inverse_root(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 /* Whether one of two floats is no number. */
 MI_FN bool is_nan(float a, float b) {
     mi_u32 y;
@@ -86,6 +92,20 @@ MI_FN bool is_nan(float a, float b) {
 /* The 256 threads of a group meet; barrier 0 is the block's. */
 MI_FN void sync_group(mi_u32 group) {
     asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory");
+}
+/* Memory that the block shares, by an address that is worked out where there is time. */
+MI_FN mi_u64 shared_at(const void *x) { return __cvta_generic_to_shared(x); }
+MI_FN void put_shared(mi_u64 at, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"l"(at), "f"(x) : "memory");
+}
+MI_FN void put_shared(mi_u64 at, double x) {
+    asm volatile("st.shared.f64 [%0], %1;" ::"l"(at), "d"(x) : "memory");
+}
+MI_FN void get_shared(mi_u64 at, float *x) {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(*x) : "l"(at) : "memory");
+}
+MI_FN void get_shared(mi_u64 at, double *x) {
+    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(*x) : "l"(at) : "memory");
 }
 MI_FN void fence_system(void) { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 

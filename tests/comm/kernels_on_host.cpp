@@ -51,6 +51,7 @@ static inline long long __double_as_longlong(double x) { return convert<long lon
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static inline float __fsqrt_rn(float a) { return sqrtf(a); }
 static inline double __dadd_rn(double a, double b) { return a + b; }
 static inline double __dmul_rn(double a, double b) { return a * b; }
@@ -134,6 +135,16 @@ static inline u32 add_bf16(u32 a, u32 b) {
     return floats_to_bf16(x[0], x[1]);
 }
 static inline float __frcp_rn(float a) { return 1.0f / a; }
+// As wrong as a test asks for, in units of the last place.
+static int units_off;
+static inline float about_inverse_root(float x) {
+    const float y = (float)(1.0 / sqrt((double)x));
+    const u32 bits = convert<u32>(&y) + units_off;
+    return convert<float>(&bits);
+}
+static inline u64 shared_at(const void *x) { return (u64)x; }
+template <typename T> static inline void put_shared(u64 at, T x) { memcpy((void *)at, &x, sizeof x); }
+template <typename T> static inline void get_shared(u64 at, T *x) { memcpy(x, (void *)at, sizeof *x); }
 static inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 #include "../../metainfer/comm/kernels.cu"
@@ -155,6 +166,38 @@ static void *one(void *argument) {
         kernels[task->call->kind](*task->call);
     return 0;
 }
+
+extern "C" __attribute__((visibility("default"))) void set_units_off(int units) { units_off = units; }
+// Floats from `first` on, `count` of them, that are common and whose inverse root is not what a root and a
+// division give.
+extern "C" __attribute__((visibility("default"))) u64 wrong_roots(u32 first, u32 count) {
+    u64 wrong = 0;
+    for (u32 i = 0; i < count; i++) {
+        const u32 bits = first + i;
+        const float x = convert<float>(&bits);
+        if (is_common(x)) wrong += inverse_root_soon(x, about_inverse_root(x)) != inverse_root(x);
+    }
+    return wrong;
+}
+// The same of quotients by b: floats of each step, and every float beside a tie.
+extern "C" __attribute__((visibility("default"))) u64 wrong_quotients(u32 b, u32 step) {
+    u64 wrong = 0;
+    const float inverse = __frcp_rn((float)b);
+    for (u32 i = 0; i < 1u << 23; i += step) {
+        const u32 bits = 0x3f800000u + i;
+        const float x = convert<float>(&bits);
+        wrong += quotient(x, (float)b, inverse) != x / (float)b;
+        const double tie = (double)x + ldexp(1.0, -24); // halfway to the next quotient
+        const float near = (float)(tie * b);
+        for (int k = -2; k <= 2; k++) {
+            const u32 beside = convert<u32>(&near) + k;
+            const float y = convert<float>(&beside);
+            wrong += quotient(y, (float)b, inverse) != y / (float)b;
+        }
+    }
+    return wrong;
+}
+extern "C" __attribute__((visibility("default"))) int common(float x) { return is_common(x); }
 
 // Block `block` of `grid`, with `threads`; 1 when an address was not aligned. Blocks of one call may
 // run one after another: they wait only for the same block of their peers.

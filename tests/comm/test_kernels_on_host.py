@@ -174,21 +174,34 @@ def test_rows_of_two_ranks_are_added_as_they_are_stored(built: Path, seed: int) 
 
 
 def check_rows(built: Path, rows: int, hidden: int, dtype: str, algorithm: str, seed: int) -> None:
-    """Sum, residual, norm and counts of every rank, special values among them."""
-    world = worlds(built)[-1]
+    """Rows as they come, special values among them."""
     generator = torch.Generator().manual_seed(seed)
     kind = getattr(torch, dtype)
-    request = Request(
-        op=Op.ALL_REDUCE, count=rows * hidden, dtype=dtype, world=world,
-        epilogue=Epilogue(hidden=hidden, eps=1e-5), side_int32=5,
-    )  # fmt: skip
+    world = worlds(built)[-1]
     given = [torch.randn(rows, hidden, generator=generator).to(kind) for _ in range(world)]
     residual = torch.randn(rows, hidden, generator=generator).to(kind)
     given[0][1, 0], given[1][1, 0] = float("inf"), -float("inf")  # their sum is no number,
     residual[-1, 9] = float("nan")  # nor is this, in a row of its own where there are three
     weight = torch.randn(hidden, generator=generator).to(kind)
+    check_given(built, given, residual, weight, algorithm, 1e-5)
+
+
+def check_given(
+    built: Path,
+    given: list[torch.Tensor],
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    algorithm: str,
+    eps: float,
+) -> None:
+    """Sum, residual, norm and counts of every rank."""
+    world, (rows, hidden) = len(given), residual.shape
+    request = Request(
+        op=Op.ALL_REDUCE, count=rows * hidden, dtype=str(residual.dtype)[6:], world=world,
+        epilogue=Epilogue(hidden=hidden, eps=eps), side_int32=5,
+    )  # fmt: skip
     counts = [torch.arange(5, dtype=torch.int32) * (rank + 1) for rank in range(world)]
-    want, total = canonical_add_rmsnorm(canonical_sum(given), residual, weight, 1e-5)
+    want, total = canonical_add_rmsnorm(canonical_sum(given), residual, weight, eps)
 
     def step(comm: SlabComm) -> None:
         made = Rows(residual.clone(), weight, torch.full_like(residual, float("nan")))
@@ -202,6 +215,71 @@ def check_rows(built: Path, rows: int, hidden: int, dtype: str, algorithm: str, 
 
     with KernelGroup(built, world, threads=512, slot_bytes=256 * 1024) as group:
         assert together(group, step) == [None] * world
+
+
+@pytest.mark.parametrize("built", ["N=4"], indirect=True)
+def test_inverse_roots_are_exact_however_they_are_begun(built: Path) -> None:
+    """All significands, both parities of the exponent, from what a card may begin with: its manual
+    has an error of 2^-22.9, which is three units of the last place; and the ends of the range."""
+    library = ctypes.CDLL(str(built))
+    library.wrong_roots.restype = ctypes.c_uint64
+    ends = [0x1F800000, 0x71800000 - (1 << 16)]
+    try:
+        for units in (-6, -3, -2, -1, 0, 1, 2, 3, 6):
+            library.set_units_off(units)
+            assert library.wrong_roots(0x3F800000, 1 << 24) == 0, units
+            assert [library.wrong_roots(end, 1 << 17) for end in ends] == [0, 0]
+    finally:
+        library.set_units_off(0)
+
+
+@pytest.mark.parametrize("built", ["N=4"], indirect=True)
+def test_quotients_are_exact_beside_ties_too(built: Path) -> None:
+    library = ctypes.CDLL(str(built))
+    library.wrong_quotients.restype = ctypes.c_uint64
+    for width in (8, 24, 1000, 2880, 4096, 5120, 7168, 8184, 8192):
+        assert library.wrong_quotients(width, 37) == 0, width
+    assert sum(library.wrong_quotients(width, 32_749) for width in range(8, 8193, 8)) == 0
+
+
+@pytest.mark.parametrize("built", ["N=4"], indirect=True)
+def test_what_is_no_common_sum_goes_the_long_way(built: Path) -> None:
+    common = ctypes.CDLL(str(built)).common
+    common.argtypes = [ctypes.c_float]
+    below_four = [4 - 2.0**-22, 4 - 2.0**-21]
+    for x in (*below_four, 2.0**-65, 2.0**101, 0.0, -1.0, 1e-42, float("inf"), float("nan")):
+        assert not common(x), x
+    assert all(common(x) for x in (2.0**-64, 1e-6, 1.0, 2 - 2.0**-23, 4 - 2.0**-20, 4.0, 2.0**100))
+
+
+ROWS = {
+    "zeros": 0.0,
+    "denormals": 1e-39,
+    "squares that vanish": 2.0**-74,
+    "as small as common ones are": 2.0**-32,
+    "a mean below four": 2.0,
+    "as large as common ones are": 2.0**50,
+    "squares that overflow": 2.0**64,
+    "ordinary": 1.0,
+}
+
+
+@pytest.mark.parametrize("built", ["N=4"], indirect=True)
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_rows_of_every_size_to_the_bit(built: Path, eps: float, seed: int) -> None:
+    """Each row of one size, so that its scale comes from every end of what a float holds; weights
+    with what is no number among them."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = 1032  # ends within a pack of lanes
+    sizes = torch.tensor(list(ROWS.values()), dtype=torch.float64)[:, None]
+    spread = torch.rand(len(ROWS), hidden, generator=generator, dtype=torch.float64) + 0.5
+    spread[4] = 1.0
+    residual = (sizes * spread).to(torch.bfloat16)
+    given = [torch.zeros_like(residual) for _ in range(4)]
+    given[1][5] = residual[5] / 2
+    weight = torch.randn(hidden, generator=generator).to(torch.bfloat16)
+    weight[[3, 700]] = torch.tensor([float("inf"), float("nan")]).to(torch.bfloat16)
+    check_given(built, given, residual, weight, "one_shot", eps)
 
 
 def test_a_launch_that_comes_early_touches_nothing_before_its_turn(built: Path, seed: int) -> None:
