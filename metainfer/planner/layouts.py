@@ -157,10 +157,13 @@ def processes(asked: str | None, experts: int) -> int:
 
 def runs(layout: LayoutPlan, kind: str, *, asked: bool = False) -> Verdict:
     """Whether this release runs a layout on devices of `kind`, and not only plans it. `asked`: by
-    name; over cards nothing else is run."""
+    name, or because there is no other way; over cards nothing else is run."""
+    told = NOT_BUILT
+    if asked:
+        told = f"layouts over several devices run on CUDA cards and on a host, not on {kind}"
     return require(
         layout.ranks == 1 or kind == CPU or (asked and kind == CUDA),
-        *("not-built", NOT_BUILT),
+        *("not-built", told),
         devices=layout.ranks,
     )
 

@@ -44,6 +44,7 @@ from metainfer.planner.steps import step_cost
 from metainfer.platform.facts import CPU, Facts
 
 _ROOM = (DOES_NOT_FIT, UNKNOWN_MEMORY)
+_ONLY_WAY = "no single card holds the model with these limits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,11 @@ def search(
         single = found[0]
         alone = single.feasible and single.layout.ranks == 1
         chosen = single if alone else goals.best_for(feasible, cards.intent.goal)
+        if not alone:  # nobody has to ask for what is the only way
+            needed = replace(chosen, planned_only=_planned_only(cards, chosen.layout, asked=True))
+            found = tuple(needed if each is chosen else each for each in found)
+            feasible = [each for each in found if each.feasible]
+            chosen = needed
     best = goals.best_for(feasible, cards.intent.goal)
     _record(ledger, Found(chosen, best, found), cards, origin)
     return Found(chosen, best, found)
@@ -126,17 +132,16 @@ def _unknown(asked: str, devices: int, cards: Cards) -> UsageError:
 
 
 def unbuilt(layout: LayoutPlan, candidates: Sequence[Candidate]) -> RefusedError | None:
-    """What `serve` and `generate` refuse before anything is loaded: a plan of several ranks.
+    """What `serve` and `generate` refuse before anything is loaded: a plan of several ranks on
+    devices of a kind that runs one.
 
-    Says what keeps the model from one card, and how it would fit there.
+    Says what keeps the model from one device, and how it would fit there.
     """
     planned = next((each for each in candidates if each.layout == layout), None)
     if planned is None or planned.built:
         return None
     alone = candidates[0]
     remedy = "Look at it with plan; serve a model that one device holds."
-    if all(reason.message == NOT_BUILT for reason in planned.planned_only):
-        remedy = f"Ask for it: --parallel {layout.name}."
     if isinstance(alone.error, CacheTooSmall) and not alone.cannot:
         remedy = alone.error.advised().remedy
     return RefusedError(
@@ -213,9 +218,10 @@ def _judge(
     return _priced(cards, layout, chosen, held, planned_only)
 
 
-def _planned_only(cards: Cards, layout: LayoutPlan) -> tuple[Reason, ...]:
-    """Why this release plans a layout and does not run it."""
-    asked = cards.intent.parallel is not None and named(cards.intent.parallel, (layout,)) is layout
+def _planned_only(cards: Cards, layout: LayoutPlan, *, asked: bool = False) -> tuple[Reason, ...]:
+    """Why this release plans a layout and does not run it. `asked`: as if it were."""
+    wish = cards.intent.parallel
+    asked = asked or (wish is not None and named(wish, (layout,)) is layout)
     # A rank that is emulated runs where any single one does.
     kind = CPU if cards.emulated is not None else cards.facts.device.kind
     return runs(layout, kind, asked=asked).reasons
@@ -351,13 +357,11 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
         why, decided = "asked for", origin
     elif cards.emulated is not None:
         why, decided = goals.why(goal, best, feasible), goals.by(best)
-    elif devices > 1 and chosen.built:
+    elif chosen.layout.ranks > 1:
+        rest = _ONLY_WAY if chosen.built else f"planned only: {NOT_BUILT}"
+        why, decided = f"{goals.why(goal, best, feasible)}; {rest}", goals.by(best)
+    elif devices > 1:
         why = f"1 of {devices} devices is used: {NOT_BUILT}"
-    elif not chosen.built:
-        why, decided = (
-            f"{goals.why(goal, best, feasible)}; planned only: {NOT_BUILT}",
-            goals.by(best),
-        )
     losers = tuple(
         Loser(each.layout.name, goals.lost(each, chosen, goal, feasible))
         for each in found.candidates

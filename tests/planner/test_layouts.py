@@ -369,12 +369,13 @@ def test_what_is_asked_for_is_planned_or_refused() -> None:
         resolved(parallel="tp3")
 
 
-def test_only_one_device_can_be_started() -> None:
-    found = flash()
-    refusal = found.refusal()
-    assert refusal is not None and refusal.code == "not_built"
-    assert resolved(QWEN).refusal() is None
-    assert [c.layout.name for c in found.layouts if c.built] == ["single"]
+def test_unasked_one_card_or_the_best_of_all_where_none_holds_the_model() -> None:
+    found, alone = flash(), resolved(QWEN)
+    assert found.refusal() is None and alone.refusal() is None
+    chosen = found.plan.layouts[0]
+    assert chosen.ranks > 1
+    assert [c.layout.name for c in found.layouts if c.built] == ["single", chosen.name]
+    assert [c.layout.name for c in alone.layouts if c.built] == ["single"]
 
 
 # -- how fast --------------------------------------------------------------------------------------

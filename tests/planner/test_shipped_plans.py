@@ -16,8 +16,11 @@ from schema import faults
 from metainfer.core.errors import RefusedError, UserError
 from metainfer.core.intent import Intent
 from metainfer.engine.elsewhere import describe
+from metainfer.planner.candidate import Candidate
+from metainfer.planner.layouts import enumerate_layouts, runs
 from metainfer.planner.opening import open_model
 from metainfer.planner.report import plan_document
+from metainfer.planner.search import unbuilt
 from metainfer.platform.machine_catalog import SHIPPED, find_machine
 
 FLASH, QWEN = "random:deepseek-v4-flash", "random:qwen3-8b"
@@ -64,7 +67,8 @@ def test_flash_on_every_shipped_machine(machine: str) -> None:
     assert all(row["bytes"] >= 0 for row in ledger)
     chosen, *others = found["layouts"]
     alone = machine == "8x-b300"  # one of its cards holds the model
-    assert chosen["feasible"] and chosen["built"] is alone
+    assert chosen["feasible"] and chosen["built"]
+    assert not any(row["built"] and row["feasible"] for row in others)
     assert chosen["ranks"] == (1 if alone else devices)
     rows = [row["bytes"] for row in ledger if row["kind"] == "kv"]
     assert chosen["kv_bytes"] == sum(rows)
@@ -107,21 +111,36 @@ def test_the_schema_misses_what_is_gone(name: str) -> None:
     assert faults(broken, SCHEMA, SCHEMA)
 
 
-def test_serve_refuses_what_several_cards_would_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_takes_several_cards_where_no_single_one_holds_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody has to ask for what is the only way; why is on the record."""
     from metainfer.engine import engine
+
+    class WentOn(Exception):
+        pass
 
     class Cards:
         def resolve(self, model: Any, intent: Intent) -> Any:
             return describe("8x-rtx-pro-6000d", intent).resolve(model, intent)
 
         def recall(self, dtype: str) -> None:
-            raise AssertionError("a plan of several ranks went on")
+            raise WentOn
 
     monkeypatch.setattr(engine, "open_machine", lambda platform: Cards())
-    told = "layouts over several cards run only when asked for with --parallel"
-    with pytest.raises(RefusedError, match=told) as caught:
+    with pytest.raises(WentOn):
         engine.Engine(Intent(model=FLASH)).start()
-    assert caught.value.code == "not_built" and "8 devices" in caught.value.cause
-    assert {reason.code for reason in caught.value.reasons} == {"memory", "not-built"}
-    asked = caught.value.remedy.removeprefix("Ask for it: --parallel ").removesuffix(".")
-    assert Cards().resolve(open_model(FLASH), Intent(model=FLASH, parallel=asked)).refusal() is None
+    keys = {row["key"]: row for row in document(FLASH, "8x-rtx-pro-6000d")["decisions"]}
+    assert keys["layouts"]["value"] == keys["goal_layout"]["value"] != "single"
+    assert keys["layouts"]["why"].endswith("; no single card holds the model with these limits")
+    assert keys["collectives"]["value"] == "auto"
+
+
+def test_over_devices_of_another_kind_it_is_refused() -> None:
+    layout = next(each for each in enumerate_layouts(8, 256) if each.name == "tp8")
+    (reason,) = runs(layout, "npu", asked=True).reasons
+    one = Candidate(layout=enumerate_layouts(1, 0)[0], error=RefusedError("too large", ""))
+    refusal = unbuilt(layout, (one, Candidate(layout=layout, planned_only=(reason,))))
+    assert refusal is not None and refusal.code == "not_built"
+    assert "on CUDA cards and on a host, not on npu" in refusal.cause
+    assert runs(layout, "cuda", asked=True).accepted
