@@ -39,7 +39,7 @@ often they are enqueued before the device is waited for."""
 
 
 def moved_us(device: str) -> dict[str, float]:
-    """Host microseconds of entries lifted, picked and laid twice, as one shared cache of a chunk."""
+    """Host microseconds of entries lifted, picked and laid twice, as those of one shared cache."""
     pages = EntryPages(0, torch.zeros(64, 128, 512, device=device, dtype=torch.bfloat16),
                        plain("latent@1", 512, "bfloat16"), 128)  # fmt: skip
     slots, seconds = torch.arange(512, device=device), []

@@ -88,15 +88,19 @@ def measured(case: str) -> dict[str, float]:
 def steps() -> Iterator[str]:
     """Every case, row by row: measured, over what was predicted, over what others expect."""
     yield "Milliseconds, measured (over the prediction before the run; over what recorded rows of"
-    yield "one card and of other layouts or collectives expect now: no case prices itself, nothing"
-    yield "is taken to overlap). – where nobody measured: what is expected stands in brackets."
+    yield "one card and of other layouts or collectives expect now: no case prices itself, a chunk"
+    yield "that no graph holds takes as long as its launches at least, nothing overlaps, and halves"
+    yield "gain what pairs of chunks did). – where nobody measured: what is expected in brackets."
     yield ""
     yield "| case | record | " + " | ".join(ROWS) + " |"
     yield "|---|---|" + "---|" * len(ROWS)
     for name, case in sides().items():
         found = measured(name)
         before = rows_of(pairs()[name][1], "predicted_s") if found else {}
-        known = predicted(case.layout, case.collectives, machine=MACHINE, layers=RECORDED_LAYERS)
+        known = predicted(
+            case.layout, case.collectives, machine=MACHINE, layers=RECORDED_LAYERS,
+            halves=case.halves or 0,
+        )  # fmt: skip
         cells = [number(pairs()[name][0]) if found else "–"]
         for row in ROWS:
             if row not in found:

@@ -4,9 +4,10 @@
 
 Needs no GPU. What a rank computes is priced by recorded steps at the amounts of a rank's part: of
 one H200, and of two of them under every other layout or by other collectives (no row prices itself;
-halves in turns price nothing, since what hides behind what is not modelled). What ranks send, by
-`comm.model` over the named machine's links, one after the other: nothing overlaps. NCCL by its own
-formula without peer access, a gather at half of an all-reduce.
+halves in turns price nothing else). What ranks send, by `comm.model` over the named machine's
+links, one after the other: nothing overlaps, but halves gain what pairs of such chunks did
+(`planner/gains.json`). A chunk that no graph holds takes at least as long as its launches. NCCL by
+its own formula without peer access, a gather at half of an all-reduce.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from metainfer.engine.elsewhere import describe
 from metainfer.planner.amounts import Amounts
 from metainfer.planner.calibration import Calibration, Sample, calibrate
 from metainfer.planner.exchange import AROUND_US, Exchange, Sent
+from metainfer.planner.launches import LAUNCH_S
 from metainfer.planner.layouts import prompt_domains
 from metainfer.planner.opening import open_model
 from metainfer.planner.steps import StepCost
@@ -103,7 +105,9 @@ class NcclCost(StepCost):
 
     def __init__(self, like: StepCost) -> None:
         prompts = like.prompts and NcclCost(like.prompts)
-        super().__init__(like.work, like.tree, prompts)
+        super().__init__(
+            like.work, like.tree, prompts, like._graphs, like._prefill_from, like._halves
+        )
         self._by = None if like.tree is None else ByNccl(like.work, like.tree)
 
     def _sent(self, sent: Sent) -> float:
@@ -126,10 +130,13 @@ ROWS = (
 
 
 @cache
-def costs(machine: str, layers: int, layout: str) -> StepCost:
-    """Steps under `layout` of all cards of `machine`."""
+def costs(machine: str, layers: int, layout: str, halves: int = 0) -> StepCost:
+    """Steps under `layout` of all cards of `machine`; `halves`: as `Case` has them, 0 for none."""
     model = f"{MODEL}?layers={layers}" if layers else MODEL
-    intent = Intent(model=model, parallel=layout, context=16384, concurrency=64, chunk_tokens=CHUNK)
+    intent = Intent(
+        model=model, parallel=layout, context=16384, concurrency=64, chunk_tokens=CHUNK,
+        halves=halves,
+    )  # fmt: skip
     cost = describe(machine).resolve(open_model(model), intent).chosen.cost
     assert cost is not None
     return cost
@@ -156,8 +163,8 @@ def judged() -> list[str]:
     return [case for case in pairs() if TIMED[case].cards == 2 and TIMED[case].apart]
 
 
-def cost_of(layout: str, collectives: str, machine: str, layers: int) -> StepCost:
-    cost = costs("1x-h200" if layout == "single" else machine, layers, layout)
+def cost_of(layout: str, collectives: str, machine: str, layers: int, halves: int = 0) -> StepCost:
+    cost = costs("1x-h200" if layout == "single" else machine, layers, layout, halves)
     return NcclCost(cost) if collectives == "nccl" else cost
 
 
@@ -188,7 +195,7 @@ def one_card() -> Iterator[Sample]:
 def two_cards(case: str) -> Iterator[tuple[str, Sample]]:
     """Recorded rows of a case, each as its mean step."""
     about = TIMED[case]
-    cost = cost_of(about.layout, about.collectives, MACHINE, RECORDED_LAYERS)
+    cost = cost_of(about.layout, about.collectives, MACHINE, RECORDED_LAYERS, about.halves or 0)
     for row in pairs()[case][1]["rows"]:
         phase, amounts, steps = work(cost, row["row"])
         yield row["row"], Sample(phase, amounts, row["median_s"] / steps)
@@ -202,12 +209,15 @@ def price(layout: str, collectives: str) -> Calibration:
         about = TIMED[case]
         if about.halves is None and (about.layout, about.collectives) != (layout, collectives):
             found += [sample for _, sample in two_cards(case)]
-    return calibrate(found)
+    return calibrate(found, launch_s=LAUNCH_S)
 
 
-def predicted(layout: str, collectives: str, *, machine: str, layers: int) -> dict[str, float]:
+def predicted(
+    layout: str, collectives: str, *, machine: str, layers: int, halves: int = 0
+) -> dict[str, float]:
     """Seconds by row: of a decode step, of a prompt alone, of prompts that come together."""
-    cost, by_others = cost_of(layout, collectives, machine, layers), price(layout, collectives)
+    cost = cost_of(layout, collectives, machine, layers, halves)
+    by_others = price(layout, collectives)
     found = {}
     for row in ROWS:
         phase, amounts, steps = work(cost, row)
@@ -220,13 +230,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=RECORDED_LAYERS)
     parser.add_argument("--machine", default=MACHINE)
     given = parser.parse_args()
-    sides = {(case.layout, case.collectives): None for case in TIMED.values() if case.apart}
+    apart = [case for case in TIMED.values() if case.apart]
+    sides = {(case.layout, case.collectives, case.halves or 0): None for case in apart}
     print("| layout, by | " + " | ".join(ROWS) + " |")
     print("|---|" + "---|" * len(ROWS))
-    for layout, by in (*sides, ("single", "")):
-        found = predicted(layout, by, machine=given.machine, layers=given.layers)
+    for layout, by, halves in (*sides, ("single", "", 0)):
+        found = predicted(layout, by, machine=given.machine, layers=given.layers, halves=halves)
         values = " | ".join(f"{1e3 * found[row]:.2f}" for row in ROWS)
-        print(f"| {layout}{', ' if by else ''}{by} | {values} |")
+        told = ", ".join(word for word in (layout, by, "halves" if halves else "") if word)
+        print(f"| {told} | {values} |")
 
 
 if __name__ == "__main__":

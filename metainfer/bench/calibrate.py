@@ -29,6 +29,7 @@ from metainfer.engine.machine import open_machine
 from metainfer.planner import calibration
 from metainfer.planner.amounts import Amounts
 from metainfer.planner.calibration import Calibration, Sample
+from metainfer.planner.launches import launch_seconds
 from metainfer.planner.steps import StepCost
 
 ALIKE = 128
@@ -132,7 +133,12 @@ def run(
                 )
     samples = steps.samples()
     told = conditions(resolved.plan) | {"repeats": options.repeats, "loads": len(loads)}
-    fitted = calibration.calibrate(samples, origin=f"bench calibrate, {told['time']}")
+    machine = open_machine(intent.platform)
+    fitted = calibration.calibrate(
+        samples,
+        launch_s=launch_seconds(machine.facts.device.kind),
+        origin=f"bench calibrate, {told['time']}",
+    )
     if serve is not None:
         with serve() as server:
             found = asyncio.run(path.measure(server, fitted, cost, info.max_running, options.seed))
@@ -141,8 +147,7 @@ def run(
     plan = resolved.plan
     key = calibration.key(resolved.arch, plan.model.dtype, resolved.selection.bundle, plan.threads)
     if options.keep:
-        store = open_machine(intent.platform).store
-        store.put(Record(calibration.KIND, key, fitted.to_json(), told))
+        machine.store.put(Record(calibration.KIND, key, fitted.to_json(), told))
     return {
         "calibration": fitted.to_json(),
         "samples": [_row(sample, fitted) for sample in samples],

@@ -1,8 +1,8 @@
 """The price of a step that nobody measured: what it must do, at shares of the device's rates.
 
-``seconds = bytes / (READ_SHARE read) + FLOPs / (RATE_SHARE rate) + kernels KERNEL_S``, at least
-what a host needs to launch them op by op where the step is no graph; then the collectives as they
-are modelled. The form is that of a calibrated price (`calibration`), with seeds for coefficients.
+``seconds = bytes / (READ_SHARE read) + FLOPs / (RATE_SHARE rate) + kernels KERNEL_S``, then the
+collectives as they are modelled; at least what a host needs to launch it where the step is no
+graph. The form is that of a calibrated price (`calibration`), with seeds for coefficients.
 `benchmarks/steps_priced.py` sets recorded decode steps of one, two and eight ranks beside it: they
 lie within 10 %, but for single tokens of `ep2`.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from metainfer.core.step import Phase
 from metainfer.planner.amounts import Amounts
-from metainfer.planner.graphs import LAUNCH_S
+from metainfer.planner.launches import launch_seconds
 from metainfer.platform.facts import CPU, CUDA, Facts
 
 READ_SHARE, RATE_SHARE = 0.9, 0.7
@@ -27,7 +27,8 @@ LOW, HIGH = 0.4, 2.0
 @dataclass(frozen=True, slots=True)
 class Bound:
     """The uncalibrated price. `read`: bytes/s, `rate`: FLOP/s or None where it is unknown;
-    `kernel_s`, `launch_s`: of a kernel, captured and op by op. `slower`: times all of it.
+    `kernel_s`: of a kernel on the device, `launch_s`: of the host for one. `slower`: times all of
+    it.
     """
 
     read: float
@@ -41,9 +42,7 @@ class Bound:
         busy = amounts.moved / (READ_SHARE * self.read) + amounts.kernels * self.kernel_s
         if self.rate is not None:
             busy += flops / (RATE_SHARE * self.rate)
-        if amounts.eager:
-            busy = max(busy, amounts.kernels * self.launch_s)
-        return self.slower * (busy + amounts.sent)
+        return self.slower * amounts.taken(busy, self.launch_s)
 
 
 def bound(facts: Facts, dtype: str) -> Bound | None:
@@ -54,5 +53,5 @@ def bound(facts: Facts, dtype: str) -> Bound | None:
         read = facts.host.read_bytes_s
     if read is None:
         return None
-    launches = (KERNEL_S, LAUNCH_S) if device.kind == CUDA else (0.0, 0.0)
-    return Bound(read, device.dot_flops.get(dtype), *launches)
+    kernel_s = KERNEL_S if device.kind == CUDA else 0.0
+    return Bound(read, device.dot_flops.get(dtype), kernel_s, launch_seconds(device.kind))

@@ -7,6 +7,9 @@ not carry four coefficients: then a phase has those that bound it, bytes where i
 where it computes prompts (a = f: prompts of a few lengths cannot tell the two apart). Collectives
 are added as modelled: they are not part of a fit.
 
+A step that no graph holds takes at least as long as its launches: at the seed for each, or less
+where a measured step took less. Steps that wait for their host say nothing of the line.
+
 The band is honest about rows that were not measured: every sample is predicted from the others, and
 the largest error so found is its half width, never below `LEAST_BAND`.
 """
@@ -39,6 +42,9 @@ ENOUGH_ROWS = 3
 ENOUGH_SAMPLES = 8
 """Samples of a phase from which on all four coefficients are fitted."""
 
+WAITED = 0.9
+"""A step whose launches are at least this share of it waited for its host (seed)."""
+
 NEAREST: Mapping[Phase, tuple[Phase, ...]] = {
     Phase.MIXED: (Phase.CHUNK, Phase.DECODE),
     Phase.VERIFY: (Phase.MIXED, Phase.DECODE, Phase.CHUNK),
@@ -60,23 +66,28 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFit:
-    """Seconds: of a step, a byte, a FLOP, an attention FLOP. `ratios`: (rows, measured over
-    fitted), rising in rows; empty where too few were measured."""
+    """Seconds: of a step, a byte, a FLOP, an attention FLOP, a launch by the host. `ratios`: (rows,
+    measured over fitted), rising in rows; empty where too few were measured."""
 
     overhead_s: float
     byte_s: float
     flop_s: float
     attention_s: float
     ratios: tuple[tuple[int, float], ...] = ()
+    launch_s: float = 0.0
 
     def seconds(self, amounts: Amounts) -> float:
+        return amounts.taken(self.busy(amounts), self.launch_s)
+
+    def busy(self, amounts: Amounts) -> float:
+        """Of the device, without what is sent."""
         line = (
             self.overhead_s
             + amounts.moved * self.byte_s
             + amounts.flops * self.flop_s
             + amounts.attention * self.attention_s
         )
-        return line * _interpolated(self.ratios, amounts.rows) + amounts.sent
+        return line * _interpolated(self.ratios, amounts.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +118,7 @@ class Calibration:
                     "flop_s": fit.flop_s,
                     "attention_s": fit.attention_s,
                     "ratios": [list(pair) for pair in fit.ratios],
+                    "launch_s": fit.launch_s,
                 }
                 for phase, fit in self.phases.items()
             },
@@ -156,6 +168,7 @@ def calibration_from(payload: Any) -> Calibration:
                 flop_s=float(fit["flop_s"]),
                 attention_s=float(fit["attention_s"]),
                 ratios=tuple((int(rows), float(ratio)) for rows, ratio in fit["ratios"]),
+                launch_s=float(fit.get("launch_s", 0.0)),
             )
             for name, fit in payload["phases"].items()
         }
@@ -179,9 +192,9 @@ def calibration_from(payload: Any) -> Calibration:
 
 
 def calibrate(
-    samples: Sequence[Sample], *, request_s: float = 0.0, origin: str = ""
+    samples: Sequence[Sample], *, launch_s: float = 0.0, request_s: float = 0.0, origin: str = ""
 ) -> Calibration:
-    """Fit every phase that was measured.
+    """Fit every phase that was measured. `launch_s`: of the host for a launch, at most.
 
     Raises:
         UserError: nothing was measured, or a step took no time.
@@ -191,8 +204,8 @@ def calibrate(
     phases, errors = {}, [0.0]
     for phase in dict.fromkeys(each.phase for each in samples):
         of_phase = [each for each in samples if each.phase is phase]
-        phases[phase] = fit(of_phase)
-        errors += left_out(of_phase)
+        phases[phase] = fit(of_phase, launch_s)
+        errors += left_out(of_phase, launch_s)
     return Calibration(
         phases=phases,
         band=max(LEAST_BAND, *errors),
@@ -202,20 +215,26 @@ def calibrate(
     )
 
 
-def left_out(samples: Sequence[Sample]) -> list[float]:
+def left_out(samples: Sequence[Sample], launch_s: float = 0.0) -> list[float]:
     """Relative error of each sample as the others predict it; none for a lone one."""
     if len(samples) < 2:
         return []
     errors = []
     for index, sample in enumerate(samples):
         rest = [*samples[:index], *samples[index + 1 :]]
-        errors.append(abs(fit(rest).seconds(sample.amounts) / sample.seconds - 1))
+        errors.append(abs(fit(rest, launch_s).seconds(sample.amounts) / sample.seconds - 1))
     return errors
 
 
-def fit(samples: Sequence[Sample]) -> PhaseFit:
-    """One phase. Coefficients minimise the squares of relative errors and are not negative."""
-    spent = [max(each.seconds - each.amounts.sent, 1e-9) for each in samples]
+def fit(samples: Sequence[Sample], launch_s: float = 0.0) -> PhaseFit:
+    """One phase. Coefficients minimise the squares of relative errors and are not negative. Left
+    out of them are steps that waited for their host, unless all did."""
+    eager = [each for each in samples if each.amounts.launches]
+    launch_s = min([launch_s, *(each.seconds / each.amounts.launches for each in eager)])
+    samples = [
+        each for each in samples if each.amounts.launches * launch_s < WAITED * each.seconds
+    ] or samples
+    spent = [max(each.seconds * each.amounts.gain - each.amounts.sent, 1e-9) for each in samples]
     columns = [
         [1.0 for _ in samples],
         [each.amounts.moved for each in samples],
@@ -237,7 +256,7 @@ def fit(samples: Sequence[Sample]) -> PhaseFit:
     line = PhaseFit(overhead_s=overhead, byte_s=byte, flop_s=flop, attention_s=attention)
     by_rows: dict[int, list[float]] = {}
     for sample, seconds in zip(samples, spent, strict=True):
-        fitted = line.seconds(sample.amounts) - sample.amounts.sent
+        fitted = line.busy(sample.amounts)
         by_rows.setdefault(sample.amounts.rows, []).append(seconds / fitted if fitted else 1.0)
     ratios = tuple((rows, statistics.median(found)) for rows, found in sorted(by_rows.items()))
     return PhaseFit(
@@ -246,6 +265,7 @@ def fit(samples: Sequence[Sample]) -> PhaseFit:
         flop_s=flop,
         attention_s=attention,
         ratios=ratios if len(ratios) >= ENOUGH_ROWS else (),
+        launch_s=launch_s,
     )
 
 

@@ -14,6 +14,7 @@ from metainfer.kernels.choice import Choice, Selection
 from metainfer.kv.book.spec import GroupSpec
 from metainfer.models.arch import Arch
 from metainfer.planner.drafts import MODEL
+from metainfer.planner.launches import LAUNCH_S
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Sequences at which decode and verify are captured, up to the most running ones (seed)."""
@@ -24,10 +25,6 @@ padding costs a third at most from 512 tokens on."""
 
 SHORT_CHUNK = 256
 """Chunks up to here are captured on every device (seed)."""
-
-LAUNCH_S = 90e-6
-"""Host seconds of an eager launch, with the Python in front of it (seed): 485 launches of twelve
-layers took 25 to 50 ms on hosts of an H200, whatever the chunk; this is of the slower ones."""
 
 CHUNK_RUNS = 4
 """Most prompts in a captured chunk (seed)."""
@@ -127,6 +124,15 @@ def capturable(shapes: Sequence[StepGraph], choices: Sequence[Choice]) -> tuple[
         if not choice.impl.graph_safe and choice.request.op != "sample"
     }
     return tuple(shape for shape in shapes if shape.phase not in against)
+
+
+def replayed(shapes: Sequence[StepGraph], choices: Sequence[Choice]) -> tuple[StepGraph, ...]:
+    """Those of `shapes` that prices take to be replayed: of steps with prompts those whose every op
+    can be captured. Decodes and verify runs all are: where kernels of a family or a card are still
+    to come, prices do not count what stands in for them either."""
+    whole = capturable(shapes, choices)
+    short = (Phase.DECODE.value, Phase.VERIFY.value)
+    return tuple(shape for shape in shapes if shape in whole or shape.phase in short)
 
 
 def border(shapes: Sequence[StepGraph]) -> int:

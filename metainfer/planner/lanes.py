@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from metainfer.core.errors import RefusedError, UsageError
 from metainfer.core.ledger import DecisionLedger, Loser, Origin
 from metainfer.core.plan import LayoutPlan
+from metainfer.core.step import Phase
 from metainfer.core.verdict import Reason
+from metainfer.planner.bound import bound
 from metainfer.planner.cards import Cards
 from metainfer.planner.drafts import MODEL
 from metainfer.planner.gains import (
@@ -26,6 +28,11 @@ from metainfer.planner.gains import (
     gain_of,
     rows_beside,
 )
+from metainfer.planner.launches import launch_seconds
+from metainfer.planner.steps import WHOLE, Halves, StepCost
+
+MOST_TOKENS = 1 << 20
+"""Of a chunk for which it is asked whether its halves are launched in time."""
 
 STREAMS = ("cuda",)
 """Kinds of device with a stream beside the current one."""
@@ -33,8 +40,11 @@ STREAMS = ("cuda",)
 UNMEASURED = Reason("unmeasured", "no measurement of such a card and layout shows a gain")
 
 
-def halves(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
-    """The plan's `halves`: chunks of at least so many tokens take turns by halves; 0: none.
+def halves(
+    layout: LayoutPlan, cards: Cards, ledger: DecisionLedger, cost: StepCost | None = None
+) -> int:
+    """The plan's `halves`: chunks of at least so many tokens take turns by halves; 0: none. `cost`:
+    of the layout's steps, for what the shortest of them lose to their launches.
 
     Raises:
         RefusedError: they were asked for, and cannot.
@@ -43,13 +53,55 @@ def halves(layout: LayoutPlan, cards: Cards, ledger: DecisionLedger) -> int:
     if cards.intent.halves == 1:
         cause = "--halves is 1: a chunk of one row has no halves."
         raise UsageError(cause, "Name 2 tokens or more, or 0 for never.")
+    gain = gain_of(HALVES, cards.arch.family, cards.intent, cards.facts, layout)
+    least, against = _least(HALVES, gain, cards), _against_halves(layout, cards)
+    slower = None if cost is None else launched(least, cost, cards)
+    losers = () if slower is None else (Loser("off", (slower,)),)
+    return _decide(HALVES, least, against, cards, ledger, gain, losers)
+
+
+def priced_halves(layout: LayoutPlan, cards: Cards) -> Halves:
+    """What `halves` would decide, for prices; none where it would refuse."""
+    gain = gain_of(HALVES, cards.arch.family, cards.intent, cards.facts, layout)
+    if _against_halves(layout, cards) or (least := _least(HALVES, gain, cards)) <= 0:
+        return WHOLE
+    return Halves(least, {} if gain is None else gain.gains)
+
+
+def _against_halves(layout: LayoutPlan, cards: Cards) -> list[Reason]:
     against = _against_started(layout, cards)
     if layout.expert <= 1 and (layout.tensor == 1 or layout.prefill > 1):
         against.append(Reason("alone", "no rank waits for another inside a chunk but for entries"))
     if cards.draft.method == MODEL:
         against.append(Reason("draft", "a model that drafts reads every row of a chunk"))
-    gain = gain_of(HALVES, cards.arch.family, cards.intent, cards.facts, layout)
-    return _decide(HALVES, _least(HALVES, gain, cards), against, cards, ledger, gain)
+    return against
+
+
+def launched(tokens: int, cost: StepCost, cards: Cards) -> Reason | None:
+    """Why the shortest chunk that would be halved, of at least `tokens`, ends sooner whole: halves
+    are launched for longer than the whole takes, by prices. None where they are not, where a price
+    is unknown or where no chunk is that long."""
+    price, launch_s = bound(cards.facts, cards.dtype), launch_seconds(cards.facts.device.kind)
+    if tokens < 2 or price is None or price.rate is None:
+        return None
+
+    def seconds(count: int) -> tuple[float, float]:
+        whole, parts = cost.halved(count)
+        return price(Phase.CHUNK, whole), parts.launches * launch_s
+
+    tokens = cost.eager_from(tokens)
+    whole, launching = seconds(tokens)
+    if launching <= whole or tokens > cards.limits.step_tokens:
+        return None
+    enough = tokens
+    while enough < MOST_TOKENS and seconds(enough)[1] > seconds(enough)[0]:
+        enough *= 2
+    text = (
+        f"halves of {tokens:,} tokens are launched for {1e3 * launching:.0f} ms, and the whole "
+        f"takes {1e3 * whole:.0f}; from {enough:,} on they are not (launches by a seed)"
+    )
+    data = {"tokens": tokens, "launch_s": launching, "whole_s": whole, "from": enough}
+    return Reason("launches", text, data)
 
 
 def sum_pieces(layout: LayoutPlan, cards: Cards, halves: int, ledger: DecisionLedger) -> int:
@@ -136,8 +188,10 @@ def _decide(
     cards: Cards,
     ledger: DecisionLedger,
     gain: Gain | None,
+    losers: tuple[Loser, ...] = (),
 ) -> int:
-    """Put `value` on the record; `gain`: why it is on where nobody asked."""
+    """Put `value` on the record; `gain`: why it is on where nobody asked; `losers`: what would be
+    better where it is on."""
     flag, wished = f"--{key.replace('_', '-')}", getattr(cards.intent, key)
     step = cards.limits.step_tokens
     unreached = key != SHARED and value > step
@@ -155,9 +209,9 @@ def _decide(
             why += f"; a {kind} has no stream beside the current one: nothing overlaps"
         if unreached:
             why += f"; chunks have at most {step:,} tokens: none does it"
-        ledger.record(key, value, cards.intent.origin(key), why)
+        ledger.record(key, value, cards.intent.origin(key), why, losers)
     elif value and gain is not None and not against:
-        ledger.record(key, value, Origin.RECORD, gain.why)
+        ledger.record(key, value, Origin.RECORD, gain.why, losers)
     else:
         losers = (Loser("on", (*against, UNMEASURED) if gain is None else tuple(against)),)
         origin = Origin.DERIVED if against else Origin.SEED

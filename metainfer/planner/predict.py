@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metainfer.comm.topology import Topology
 from metainfer.core.ledger import DecisionLedger, Origin
 from metainfer.core.step import Phase
 from metainfer.planner.bound import HIGH, LOW, Bound, bound
 from metainfer.planner.calibration import Calibration
 from metainfer.planner.held import Held
 from metainfer.planner.layouts import prompt_domains
-from metainfer.planner.steps import step_cost
+from metainfer.planner.steps import StepCost
 from metainfer.planner.weights import Census
 from metainfer.platform.facts import Facts
 
@@ -76,16 +75,14 @@ def predict(
     *,
     running: int,
     step_tokens: int,
+    cost: StepCost | None,
     calibration: Calibration | None = None,
-    tree: Topology | None = None,
-    rounded_from: int = 0,
 ) -> Prediction | None:
     """The speed of one layout; None where the family has no cost model or no rate is known.
 
-    `calibration`: measured steps of this very layout on this machine. `tree`, `rounded_from`: as
-    `step_cost`.
+    `cost`: what its steps cost (`step_cost`); `calibration`: measured steps of this very layout on
+    this machine.
     """
-    cost = step_cost(counted, held, facts, dtype, tree, rounded_from=rounded_from)
     price: Bound | Calibration | None = calibration or bound(facts, dtype)
     if cost is None or price is None:
         return None

@@ -211,14 +211,16 @@ class _Resolver:
         adapters.record(self.ledger, self.arch.adapters, intent.origin("adapters"))
         self.wishes.record_threads(source)
 
-    def plan(self, cards: Cards, held: Held, selection: Selection, machine: str) -> Plan:
-        """Everything decided, frozen."""
+    def plan(self, cards: Cards, taken: Candidate, machine: str) -> Plan:
+        """Everything decided, frozen. `taken`: the layout, as it was judged."""
+        held, selection = taken.held, taken.selection
+        assert held is not None and selection is not None
         layout, limits, draft = held.layout, cards.limits, cards.draft
         captured = self.graphs(cards, held, selection)
         intent, software = self.intent, self.facts.software
         grammar = grammars.decide(intent.grammar, software, self.ledger, intent.origin("grammar"))
         threads = self.ledger["threads"].value
-        halves = lanes.halves(layout, cards, self.ledger)
+        halves = lanes.halves(layout, cards, self.ledger, taken.cost)
         assert isinstance(threads, int)
         return Plan(
             model=ModelPlan(
@@ -380,7 +382,7 @@ def _resolved(
     wishes.record_running(cards.limits.max_running)
     resolver.record_cache(held, selection)
     resolver.record_given(machine, source)
-    plan = resolver.plan(cards, held, selection, machine)
+    plan = resolver.plan(cards, found.chosen, machine)
     plan.check_origins()
     return Resolved(
         plan=plan,

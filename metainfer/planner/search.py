@@ -26,7 +26,9 @@ from metainfer.planner.cards import Cards
 from metainfer.planner.dispatch import least_rows
 from metainfer.planner.emulation import emulates, record_emulation
 from metainfer.planner.fitting import DOES_NOT_FIT, first_that_fits
+from metainfer.planner.graphs import replayed
 from metainfer.planner.held import Held
+from metainfer.planner.lanes import priced_halves
 from metainfer.planner.layouts import (
     MOST_PROCESSES,
     NOT_BUILT,
@@ -238,7 +240,16 @@ def _priced(
     step, limit = cards.limits.step_tokens, cards.arch.max_context
     facts = _of_a_rank(cards.facts, cards.here(layout))
     tree = cards.emulated.tree if cards.emulated is not None else None
-    rounded_from = least_rows(cards.intent, chosen, Phase.CHUNK)
+    cost = step_cost(
+        cards.counted,
+        held,
+        facts,
+        cards.dtype,
+        tree,
+        replayed=replayed(held.wanted, chosen.bundle.choices),
+        halves=priced_halves(layout, cards),
+        rounded_from=least_rows(cards.intent, chosen, Phase.CHUNK),
+    )
     calibration = None
     if layout.ranks == 1 and cards.measured is not nothing_measured:
         calibration = cards.measured(key(cards.arch, cards.dtype, chosen.bundle, cards.threads))
@@ -254,11 +265,10 @@ def _priced(
             cards.dtype,
             running=min(held.running, cards.limits.max_running),
             step_tokens=step,
+            cost=cost,
             calibration=calibration,
-            tree=tree,
-            rounded_from=rounded_from,
         ),
-        cost=step_cost(cards.counted, held, facts, cards.dtype, tree, rounded_from=rounded_from),
+        cost=cost,
         calibration=calibration,
         longest=held.longest(step, limit),
         pairs=held.pairs(step, limit),

@@ -3,7 +3,9 @@
 One price for the plan's table, the simulator and what calibrates them. The work of a segment is a
 few amounts of the rank that does most of it (`Amounts`). Uncalibrated, the seconds are those of
 `bound`; calibrated, they come from measured steps (`calibration`). Either way collectives are those
-of `comm.model` one after the other; nothing is overlapped.
+of `comm.model` one after the other, a step that no graph holds takes at least as long as its
+launches (`launches`), which halves in turns have twice; what these gain is what records say, and
+nothing else overlaps.
 
 What ranks send is `exchange`. A layout may have another one for chunks of prompts, which is then
 priced by its own work.
@@ -11,7 +13,8 @@ priced by its own work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from metainfer.comm.topology import Topology, from_facts
 from metainfer.core.plan import StepGraph
@@ -20,6 +23,7 @@ from metainfer.kv.book.spec import GroupKind
 from metainfer.planner.amounts import Amounts
 from metainfer.planner.exchange import Exchange, Sent
 from metainfer.planner.held import Held
+from metainfer.planner.launches import sharing
 from metainfer.planner.layouts import prompt_domains, talks
 from metainfer.planner.weights import Census
 from metainfer.planner.work import RankWork, rank_work
@@ -29,14 +33,31 @@ SHORT = 8
 """Tokens of the longest run that reads its cache once, as a decode or a verify run does."""
 
 
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Chunks of at least `least` tokens are two halves in turns; 0: none. `gains`: seconds without
+    over with, by tokens, as they were measured of such cards and layout."""
+
+    least: int = 0
+    gains: Mapping[int, float] = field(default_factory=dict)
+
+    def gain(self, tokens: int) -> float:
+        """Of a chunk of `tokens` tokens: of the longest measured one up to it, else none."""
+        return self.gains[max(known)] if (known := [n for n in self.gains if n <= tokens]) else 1.0
+
+
+WHOLE = Halves()
+
+
 class StepCost:
     """Amounts of steps under one layout.
 
     Args:
         tree: the machine's links, for layouts whose ranks talk.
         prompts: what chunks of prompts cost, where they have a layout of their own.
-        graphs: steps that are captured; of those with prompts, all others run op by op.
+        graphs: steps that are captured, all others run op by op; None: decodes and verify runs are.
         prefill_from: chunks of fewer tokens are computed as decodes are all the same.
+        halves: which chunks, where no graph holds them, are computed as two halves in turns.
     """
 
     def __init__(
@@ -44,11 +65,12 @@ class StepCost:
         work: RankWork,
         tree: Topology | None,
         prompts: StepCost | None = None,
-        graphs: Sequence[StepGraph] = (),
+        graphs: Sequence[StepGraph] | None = None,
         prefill_from: int = 0,
+        halves: Halves = WHOLE,
     ) -> None:
         self.work, self.prompts, self._graphs = work, prompts, graphs
-        self._prefill_from = prefill_from
+        self._prefill_from, self._halves = prefill_from, halves
         self.tree = tree if talks(work.layout) else None
         self._exchange = None if self.tree is None else Exchange(work, self.tree)
 
@@ -66,13 +88,15 @@ class StepCost:
         """`batch` sequences over all domains, each with `context` tokens."""
         work = self.work
         tokens = -(-batch // work.layout.data)
+        replayed = self._replayed(Phase.DECODE, tokens, tokens)
         return Amounts(
             tokens,
             2.0 * tokens * (work.dense + work.head + work.routed),
             tokens * self._decoding(context),
             self._weights(self._met(tokens, batch)) + tokens * self._cached(context),
-            self._sent(Sent(tokens, tokens, decoding=tokens)),
+            self._sent(Sent(tokens, tokens, decoding=tokens, eager=not replayed)),
             self._kernels,
+            0.0 if replayed else self._kernels,
         )
 
     def prefill(self, tokens: int, prompt: int) -> Amounts:
@@ -81,20 +105,35 @@ class StepCost:
         cost = self if tokens < self._prefill_from else self._of_prompts
         return cost._chunk(tokens, prompt)
 
-    def _chunk(self, tokens: int, prompt: int) -> Amounts:
+    def halved(self, tokens: int) -> tuple[Amounts, Amounts]:
+        """A lone prompt of `tokens` tokens, as `prefill` has it: whole, and as halves in turns. A
+        captured chunk is whole either way."""
+        cost = self if tokens < self._prefill_from else self._of_prompts
+        return cost._chunk(tokens, tokens, halves=0), cost._chunk(tokens, tokens, halves=1)
+
+    def eager_from(self, least: int) -> int:
+        """Tokens of the shortest lone prompt of at least `least` that no graph holds."""
+        chunks = [each for each in self._graphs or () if each.phase == Phase.CHUNK.value]
+        longest = max((each.tokens for each in chunks), default=0)
+        return max(least, self._prefill_from, longest + 1)
+
+    def _chunk(self, tokens: int, prompt: int, halves: int | None = None) -> Amounts:
+        """`halves`: as `Halves` has them, where it is not the layout's own."""
         work = self.work
         rows = -(-tokens // work.layout.prefill)
         flops = work.costs.prefill_attention_flops(prompt)
-        eager = not self._captured(self._chunk_phase, tokens, 1)
         before = max(prompt - tokens, 0) // 2
+        replayed = self._replayed(self._chunk_phase, tokens, 1)
+        launches, gain = self._launched(tokens, replayed, halves)
         return Amounts(
             rows,
             2.0 * rows * (work.dense + work.routed),
             rows / prompt * self._shared(flops),
             self._weights(self._met(rows, tokens * prompt_domains(work.layout))),
-            self._sent(Sent(rows, 1, new=tokens, before=before, eager=eager)),
+            self._sent(Sent(rows, 1, new=tokens, before=before, eager=not replayed)),
             self._kernels,
-            eager,
+            launches,
+            gain,
         )
 
     def segment(self, segment: Segment) -> Amounts:
@@ -148,18 +187,35 @@ class StepCost:
             mean = ends // short
             attention += rows * self._decoding(mean)
             cached = short * self._cached(mean)
-        met = self._met(held, everyone or tokens)
         phase = Phase.MIXED if short else self._chunk_phase
-        eager = new > 0 and not self._captured(phase, tokens, len(runs))
+        if not new:
+            phase = Phase.DECODE if rows == short else Phase.VERIFY
+        replayed = self._replayed(phase, tokens, len(runs))
+        launches, gain = self._launched(tokens if new else 0, replayed)
         return Amounts(
             held,
             2.0 * (held * (work.dense + work.routed) + scored * work.head),
             attention / work.layout.prefill,
-            self._weights(met) + cached,
-            self._sent(Sent(held, max(scored, 1), new, before, rows, eager)),
+            self._weights(self._met(held, everyone or tokens)) + cached,
+            self._sent(Sent(held, max(scored, 1), new, before, rows, eager=not replayed)),
             self._kernels,
-            eager,
+            launches,
+            gain,
         )
+
+    def _launched(
+        self, prompts: int, replayed: bool, halves: int | None = None
+    ) -> tuple[float, float]:
+        """Launches of a step with so many tokens of prompts, 0 for none, and what halves in turns
+        gain. `halves`: as `Halves` has them, where it is not the layout's own."""
+        if replayed:
+            return 0.0, 1.0
+        if not prompts:
+            return self._kernels, 1.0
+        once, least = self._kernels + sharing(self.work), self._halves.least
+        if not 0 < (least if halves is None else halves) <= prompts:
+            return once, 1.0
+        return 2 * once, self._halves.gain(prompts)
 
     @property
     def _kernels(self) -> float:
@@ -170,8 +226,12 @@ class StepCost:
         """What a chunk of this layout is called: beside a layout of prompts a mixed step."""
         return Phase.CHUNK if self.prompts is None else Phase.MIXED
 
-    def _captured(self, phase: Phase, tokens: int, runs: int) -> bool:
-        """Whether a step with prompts is replayed; one without them is taken to be."""
+    def _replayed(self, phase: Phase, tokens: int, runs: int) -> bool:
+        """Whether a graph holds the step. More sequences than are planned would have one too."""
+        short = phase in (Phase.DECODE, Phase.VERIFY)
+        if short or self._graphs is None:
+            captured = None if self._graphs is None else {each.phase for each in self._graphs}
+            return short and (captured is None or phase.value in captured)
         return any(
             each.phase == phase.value and each.tokens >= tokens and each.runs >= runs
             for each in self._graphs
@@ -217,12 +277,15 @@ def step_cost(
     dtype: str,
     tree: Topology | None = None,
     *,
+    replayed: Sequence[StepGraph] | None = None,
+    halves: Halves = WHOLE,
     rounded_from: int = 0,
 ) -> StepCost | None:
     """Steps of a layout on a machine; None where the family has no cost model.
 
-    `tree`: the links, where they are not those of the machine that computes. `rounded_from`: as
-    `RankWork` has it.
+    `tree`: the links, where they are not those of the machine that computes. `replayed`: of the
+    steps that `held` has room for, those that graphs hold (`graphs.replayed`); None: all of them.
+    `halves`: as `StepCost` has it. `rounded_from`: as `RankWork`.
     """
     costs = counted.arch.costs()
     if costs is None:
@@ -230,9 +293,10 @@ def step_cost(
     # Processes of one host meet in its memory: no bus, and nothing that has a price yet.
     if talks(held.layout) and tree is None and facts.device.kind != CPU:
         tree = from_facts(facts)
-    prompts = None
+    graphs, prompts = held.wanted if replayed is None else replayed, None
     if held.layout.prefill > 1:
         work = rank_work(counted, held, costs, dtype, prompts=True, rounded_from=rounded_from)
-        prompts = StepCost(work, tree, graphs=held.wanted)
+        prompts = StepCost(work, tree, graphs=(), halves=halves)
     work = rank_work(counted, held, costs, dtype, rounded_from=rounded_from)
-    return StepCost(work, tree, prompts, held.wanted, held.prefill_from)
+    alone = halves if prompts is None else WHOLE
+    return StepCost(work, tree, prompts, graphs, held.prefill_from, alone)

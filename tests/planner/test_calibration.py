@@ -114,6 +114,41 @@ def test_a_phase_that_was_not_measured_has_a_stand_in() -> None:
     assert found(Phase.DECODE, amounts(1, 64)) > 0
 
 
+def test_steps_that_wait_for_their_host_say_nothing_of_the_line() -> None:
+    """Chunks of 400 launches at 0.1 ms: short ones take 40 ms, whatever they compute."""
+    grid = [(rows, at) for rows in (16, 256, 4096, 16384, 65536) for at in (64, 1024, 4096)]
+    eager = [replace(amounts(*at), launches=400.0) for at in grid]
+    measured = [Sample(Phase.CHUNK, a, max(law(a), 0.04)) for a in eager]
+    assert {each.seconds > 0.04 for each in measured} == {True, False}
+    fitted = fit(measured, 1e-4)
+    assert fitted.launch_s == 1e-4
+    for sample in measured:
+        assert fitted.seconds(sample.amounts) == pytest.approx(sample.seconds)
+    replayed = replace(eager[0], launches=0.0)
+    assert fitted.seconds(replayed) < 0.02 < fitted.seconds(eager[0])
+    found = calibrate(measured, launch_s=1e-4)
+    assert found.phases[Phase.CHUNK] == fitted and found.band == LEAST_BAND
+
+
+def test_a_launch_costs_no_more_than_the_quickest_measured_step_allows() -> None:
+    """The seed is of slower hosts; one that launched 400 in 20 ms needs 50 us for each."""
+    quick = replace(amounts(16, 64), launches=400.0)
+    long = replace(amounts(4096, 64), launches=400.0)
+    measured = [Sample(Phase.CHUNK, quick, 0.02), Sample(Phase.CHUNK, long, law(long))]
+    fitted = fit(measured, 9e-5)
+    assert fitted.launch_s == pytest.approx(5e-5)
+    assert fitted.seconds(quick) == pytest.approx(0.02)
+    assert fit(measured[:1], 9e-5).seconds(quick) == pytest.approx(0.02)  # nothing else to fit
+
+
+def test_a_record_of_before_launches_knows_none() -> None:
+    found = calibrate([Sample(Phase.CHUNK, amounts(*at), law(amounts(*at))) for at in GRID])
+    body = found.to_json()
+    for fit_of in body["phases"].values():
+        assert fit_of.pop("launch_s") == 0.0
+    assert calibration_from(body) == found
+
+
 def test_a_record_comes_back_and_a_damaged_one_is_told() -> None:
     found = calibrate([Sample(Phase.CHUNK, amounts(*at), law(amounts(*at))) for at in GRID])
     assert calibration_from(json.loads(json.dumps(found.to_json()))) == found

@@ -286,6 +286,43 @@ def test_other_layouts_links_and_models_take_no_turns(
     assert said_of_halves(machine, model, **wish)[0] == 0
 
 
+TURNED = {
+    ("tp2", 8192): 1.256, ("ep2", 2048): 0.504, ("ep2", 8192): 1.158, ("cp2/tp2", 8192): 0.651,
+    ("cp2/tp2", 16384): 1.086,
+}  # fmt: skip
+"""Chunks over two H200, whole over halves in turns (records 2026-11-30-2xh200-overlap-tp2,
+-turns-ep2, -ranks-third, -overlap-cp2-tp2): those that lost waited for their host."""
+
+
+@pytest.mark.parametrize(("at", "gain"), TURNED.items(), ids=str)
+def test_halves_that_are_launched_for_longer_than_the_whole_takes_are_told(
+    at: tuple[str, int], gain: float
+) -> None:
+    layout, tokens = at
+    model = "random:deepseek-v4-flash?layers=12"
+    intent = Intent(model=model, parallel=layout, context=16384, concurrency=64, halves=tokens)
+    found = describe("2x-h200-nop2p").resolve(open_model(model), intent)
+    assert said(found, "halves") == (tokens, Origin.FLAG, ["launches"] if gain < 1 else [])
+    if gain < 1:
+        (told,) = (each for each in found.plan.decisions if each.key == "halves")
+        (reason,) = told.losers[0].reasons
+        assert told.losers[0].value == "off" and reason.data["tokens"] == tokens
+        assert reason.data["launch_s"] > reason.data["whole_s"] > 0
+        assert (layout, reason.data["from"]) in {("ep2", 8192), ("cp2/tp2", 16384)}
+
+
+def test_halves_are_judged_at_the_shortest_chunk_that_is_cut() -> None:
+    """What is captured stays whole; on other machines, without a rate, nothing is said."""
+    found = planned(V4, "2x-h200-nop2p", context=8192, parallel="tp2", halves=64)
+    (told,) = (each for each in found.plan.decisions if each.key == "halves")
+    captured = max(each.tokens for each in found.plan.graphs if each.phase == "chunk")
+    assert told.losers[0].reasons[0].data["tokens"] == captured + 1
+    unknown = describe("8x-rtx-pro-6000d").resolve(
+        open_model(V4), Intent(model=V4, context=8192, parallel="tp8", halves=64)
+    )
+    assert said(unknown, "halves") == (64, Origin.FLAG, [])
+
+
 def test_a_gain_of_turns_does_not_beat_what_stands_against_them(
     halved: gains.Gain, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,8 +29,9 @@ from metainfer.planner.layouts import (
     runs,
 )
 from metainfer.planner.opening import OpenedModel, open_model
-from metainfer.planner.predict import predict
+from metainfer.planner.predict import Prediction, predict
 from metainfer.planner.resolve import Resolved
+from metainfer.planner.steps import step_cost
 from metainfer.planner.weights import Census, census
 from metainfer.platform.facts import Facts, LinkFacts
 from metainfer.platform.machine_catalog import find_machine
@@ -404,6 +405,12 @@ def test_nothing_is_predicted_of_what_is_not_known() -> None:
             assert each.prediction is not None and each.prediction.prefill_tok_s is None
 
 
+def told(held: Held, facts: Facts, batch: int) -> Prediction | None:
+    """Of steps that are captured as far as there is room."""
+    cost, like = step_cost(counted(FLASH), held, facts, "bfloat16"), counted(FLASH)
+    return predict(like, held, facts, "bfloat16", running=batch, step_tokens=4096, cost=cost)
+
+
 def linked(rate: float) -> Facts:
     facts = find_machine(SIX).facts
     links = tuple(replace(x, bytes_s=rate) if x.source < 0 else x for x in facts.links)
@@ -418,12 +425,7 @@ def test_a_slower_link_never_raises_the_tensor_degree(rate: float, goal: str, ba
     def taken(rate: float) -> LayoutPlan:
         facts = linked(rate)
         predicted = [
-            replace(
-                each,
-                prediction=predict(
-                    counted(FLASH), each.held, facts, "bfloat16", running=batch, step_tokens=4096
-                ),
-            )
+            replace(each, prediction=told(each.held, facts, batch))
             for each in flash().layouts
             if each.held is not None
         ]
@@ -456,9 +458,9 @@ def test_more_shards_hold_more_and_decode_no_faster(size: int, name: str, batch:
     found = [hold(layout(each), cards(running=64, memory_bytes=size * 10**9)) for each in names]
     rates = []
     for held in found:
-        told = predict(counted(FLASH), held, facts, "bfloat16", running=batch, step_tokens=4096)
-        assert told is not None
-        rates.append(told.decode_tok_s)
+        prediction = told(held, facts, batch)
+        assert prediction is not None
+        rates.append(prediction.decode_tok_s)
     assert rates == sorted(rates, reverse=True)
     tokens = [held.kv_tokens for held in found[1:]]
     assert (

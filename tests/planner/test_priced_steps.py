@@ -14,13 +14,14 @@ from metainfer.core.plan import StepGraph
 from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
 from metainfer.planner.amounts import Amounts
-from metainfer.planner.bound import Bound
+from metainfer.planner.bound import Bound, bound
 from metainfer.planner.candidate import Candidate
 from metainfer.planner.goals import best_for, lost, why
+from metainfer.planner.launches import LAUNCH_S, SHARED_LAUNCHES
 from metainfer.planner.opening import open_model
 from metainfer.planner.predict import Prediction
 from metainfer.planner.resolve import Resolved
-from metainfer.planner.steps import StepCost
+from metainfer.planner.steps import Halves, StepCost
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import steps_priced as recorded
@@ -29,13 +30,18 @@ PRICE = Bound(1e12, 1e14, kernel_s=2e-6, launch_s=9e-5)
 
 
 def test_a_step_by_hand() -> None:
-    """Bytes, FLOPs and kernels one after the other; sums are not slowed by what kernels reach."""
+    """Bytes, FLOPs and kernels one after the other; sums are not slowed by what kernels reach. Of
+    the device and the host that launches, the later one ends it."""
     amounts = Amounts(8, 7e11, 7e11, 9e9, sent=0.003, kernels=1000)
     busy = 9e9 / 0.9e12 + 14e11 / 0.7e14 + 1000 * 2e-6
     assert PRICE(Phase.DECODE, amounts) == pytest.approx(busy + 0.003)
-    assert PRICE(Phase.CHUNK, replace(amounts, eager=True)) == pytest.approx(1000 * 9e-5 + 0.003)
-    long = replace(amounts, eager=True, moved=9e11)
+    eager = replace(amounts, launches=500)
+    assert PRICE(Phase.CHUNK, eager) == pytest.approx(500 * 9e-5) and busy + 0.003 < 500 * 9e-5
+    assert PRICE(Phase.CHUNK, replace(eager, sent=0.3)) == pytest.approx(busy + 0.3)
+    long = replace(eager, moved=9e11)
     assert PRICE(Phase.CHUNK, long) == pytest.approx(busy - 0.01 + 1 + 0.003)
+    assert PRICE(Phase.CHUNK, replace(long, gain=1.25)) == pytest.approx((busy + 0.993) / 1.25)
+    assert PRICE(Phase.CHUNK, replace(eager, gain=1.25)) == pytest.approx(500 * 9e-5)
     assert Bound(1e12, None)(Phase.DECODE, amounts) == pytest.approx(0.01 + 0.003)
     assert replace(PRICE, slower=2.0)(Phase.DECODE, amounts) == pytest.approx(2 * busy + 0.006)
 
@@ -133,17 +139,97 @@ def test_captured_chunks_have_no_copy_engines_and_no_launches() -> None:
     """The same chunk, captured and not: what ranks send, and who launches it."""
     cost = recorded.costs(recorded.MACHINE, 12, "tp2")
     shape = StepGraph(phase=Phase.CHUNK.value, tokens=1024, runs=4)
-    captured = StepCost(cost.work, cost.tree, graphs=(shape,))
+    decode = StepGraph(phase=Phase.DECODE.value, tokens=4, runs=4)
+    captured = StepCost(cost.work, cost.tree, graphs=(shape, decode))
     apart = StepCost(cost.work, cost.tree)
     chunk = [(0, 256)] * 4
-    assert not captured.runs(chunk, scored=4).eager and apart.runs(chunk, scored=4).eager
+    assert not captured.runs(chunk, scored=4).launches
+    assert apart.runs(chunk, scored=4).launches == 12 * 41
     assert captured.runs(chunk, scored=4).sent > apart.runs(chunk, scored=4).sent
-    assert not captured.prefill(1024, 1024).eager
+    assert not captured.prefill(1024, 1024).launches
     for others in ([(0, 200)] * 5, [(0, 1025)], [*chunk[1:], (900, 1)]):
         assert captured.runs(others, scored=4) == apart.runs(others, scored=4)
-        assert captured.runs(others, scored=4).eager
-    assert captured.prefill(1025, 1025).eager
-    assert not apart.runs([(900, 1)] * 4, scored=4).eager  # decodes are replayed
+        assert captured.runs(others, scored=4).launches
+    assert captured.prefill(1025, 1025).launches and captured.eager_from(64) == 1025
+    for each in (captured, apart):  # decodes are replayed, of more sequences too
+        assert not each.runs([(900, 1)] * 8, scored=8).launches
+        assert not each.decode(8, 900).launches
+    nothing = StepCost(cost.work, cost.tree, graphs=())
+    assert nothing.runs([(900, 1)] * 4, scored=4).launches == 12 * 41
+    assert nothing.decode(4, 900).launches == 12 * 41
+    assert captured.runs([(900, 3)] * 4, scored=4).launches  # no verify run is captured
+
+
+@pytest.mark.parametrize(
+    ("layout", "shared"),
+    [("ep2", 0), ("cp2/dp2ep2", 42), ("cp2/tp2", 42), ("tp2cs2", 10)],
+)
+def test_chunks_whose_entries_ranks_share_have_more_launches(layout: str, shared: int) -> None:
+    """Twelve layers: a window each, entries and raw rows of ten, index keys with raw rows of five.
+    Where the cache alone is shared, what is dealt is gathered: entries and keys of the five."""
+    cost = recorded.costs(recorded.MACHINE, 12, layout)
+    chunk = cost.prefill(8192, 8192)
+    assert chunk.launches == 12 * 41 + SHARED_LAUNCHES * shared
+    assert chunk.launches == cost.prefill(4096, 4096).launches
+    (whole, halves) = cost.halved(8192)
+    assert (whole.launches, halves.launches) == (chunk.launches, 2 * chunk.launches)
+    assert replace(halves, launches=whole.launches) == whole  # no gain is known here
+
+
+def test_short_chunks_of_a_pair_wait_for_their_host_where_no_graph_holds_them() -> None:
+    """2,048 tokens over two H200: 41.9 ms were expected of what is computed, and 65.1 measured."""
+    price = bound(describe("1x-h200").facts, "bfloat16")
+    assert price is not None
+    cost = recorded.costs(recorded.MACHINE, 12, "cp2/dp2ep2")
+    chunk = cost.prefill(2048, 2048)
+    launched = chunk.launches * LAUNCH_S
+    assert price(Phase.CHUNK, chunk) == launched and abs(launched / 65.1e-3 - 1) < 0.10
+    assert price(Phase.CHUNK, replace(chunk, launches=0)) < 0.75 * launched
+    captured = recorded.costs(recorded.MACHINE, 12, "cp2/tp2")
+    assert not captured.prefill(2048, 2048).launches and captured.prefill(2049, 2049).launches
+
+
+def test_halves_gain_what_was_measured_from_there_on() -> None:
+    """Launched twice from where they are asked for, quicker from where a record says so."""
+    halves = Halves(1024, {4096: 0.98, 8192: 1.25})
+    whole = recorded.costs(recorded.MACHINE, 12, "ep2")
+    cost = StepCost(whole.work, whole.tree, halves=halves)
+    for tokens, launches, gain in (
+        (1023, 1, 1.0), (1024, 2, 1.0), (4096, 2, 0.98), (8191, 2, 0.98), (16384, 2, 1.25)
+    ):  # fmt: skip
+        for found in (cost.prefill(tokens, tokens), cost.runs([(0, tokens)], scored=1)):
+            assert (found.launches, found.gain) == (launches * 12 * 41, gain)
+    assert cost.decode(2048, 64).gain == cost.runs([(64, 1)] * 2048, scored=2048).gain == 1.0
+    told = recorded.costs(recorded.MACHINE, 12, "ep2", 1024)  # a plan reads the shipped rows
+    assert told.prefill(8192, 8192).gain == 1.158 and told.prefill(8191, 8191).gain == 1.0
+    assert told.prefill(1024, 1024).launches == 2 * 12 * 41 == 2 * told.prefill(99, 99).launches
+
+
+def test_steps_with_an_op_that_no_graph_holds_pay_their_launches() -> None:
+    """Attention over a prompt is torch's there, so chunks are op by op, mixed steps captured;
+    without the one kernel that writes entries nothing is. Prices of prompts know what the plan
+    knows; decodes are priced as with the kernels that they lack."""
+    model, there = "random:qwen3-8b?layers=4", describe("2x-h200-nop2p")
+    intent = Intent(model=model, parallel="tp2", context=4096, allow_fallback=("all",))
+    for missing, captured in (((), {"decode", "mixed"}), (("kv_write/triton",), set())):
+        registry = there.registry.without(*missing)
+        found = replace(there, registry=registry).resolve(open_model(model), intent)
+        assert {each.phase for each in found.plan.graphs} == captured
+        cost = found.chosen.cost
+        assert cost is not None
+        steps = {
+            "chunk": cost.prefill(256, 256),
+            "mixed": cost.runs([(512, 1), (0, 200)], scored=2),
+        }
+        for phase, amounts in steps.items():
+            assert amounts.launches == (0 if phase in captured else 4 * 12), phase
+        assert not cost.decode(4, 512).launches
+
+
+def test_choosing_over_parts_is_launched_op_by_op() -> None:
+    """What chooses among keys of all ranks reads by the page table's width: no graph holds it."""
+    cost = recorded.costs(recorded.MACHINE, 12, "tp2cs2")
+    assert cost.decode(8, 1024).launches == cost.runs([(1023, 1)] * 8, scored=8).launches == 12 * 41
 
 
 def candidate(name: str, prefill: float | None, decode: float) -> Candidate:

@@ -13,7 +13,6 @@ from metainfer.comm import model as links
 from metainfer.comm.topology import Topology
 from metainfer.core.intent import Intent
 from metainfer.core.plan import LayoutPlan
-from metainfer.core.step import Phase
 from metainfer.engine.elsewhere import describe
 from metainfer.planner.calibration import Sample
 from metainfer.planner.exchange import AROUND_US, Exchange, Sent
@@ -95,11 +94,12 @@ def test_rows_to_shared_experts_come_with_their_routes() -> None:
 # -- recorded runs ---------------------------------------------------------------------------------
 
 WITHIN = 0.15
-HOST_BOUND = "the host launches for longer than the card computes, which nothing prices"
+OLD_BORDER = "recorded before such chunks were captured: two layouts' launches, 63 ms by seeds"
+UNEASY = "at once these chunks took 105 ms each in the same record, and 107 in pairs"
 OLD_MESSAGES = "recorded when numbers and weights of experts were messages of their own"
 MISSED = {
-    ("two cards, cp2/tp2, host", "prefill, 2048 tokens"): HOST_BOUND,
-    ("two cards, ep2, host, halves", "prefill, 2048 tokens"): HOST_BOUND,
+    ("two cards, cp2/tp2, host", "prefill, 2048 tokens"): OLD_BORDER,
+    ("two cards, tp2, host, halves", "prefill, 8192 tokens"): UNEASY,
     ("two cards, ep2, host", "decode, batch 1,"): OLD_MESSAGES,
     ("two cards, ep2, host, halves", "decode, batch 1,"): OLD_MESSAGES,
 }
@@ -110,18 +110,15 @@ MISSED = {
 def test_two_card_rows_within_15_percent_from_other_cases(case: str) -> None:
     """Each from one card's rows and those of other layouts or collectives; no row prices itself.
 
-    Where halves of a chunk take turns, between nothing and all hidden of what is sent.
+    Halves of a chunk gain what pairs of such chunks did, or wait for their launches.
     """
     about = recorded.TIMED[case]
     price = recorded.price(about.layout, about.collectives)
     for row, sample in recorded.two_cards(case):
         if any(case == at and row.startswith(begin) for at, begin in MISSED):
             continue
-        most, sent = price(sample.phase, sample.amounts), sample.amounts.sent
-        turns = about.halves is not None and sample.phase is Phase.CHUNK
-        least = max(most - sent, sent) if turns else most
-        taken = sample.seconds
-        assert least / (1 + WITHIN) <= taken <= most / (1 - WITHIN), (row, least, taken, most)
+        expected, taken = price(sample.phase, sample.amounts), sample.seconds
+        assert taken * (1 - WITHIN) <= expected <= taken * (1 + WITHIN), (row, expected, taken)
 
 
 def test_no_case_prices_itself_nor_its_halves(monkeypatch: pytest.MonkeyPatch) -> None:
