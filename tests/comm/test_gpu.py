@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,6 +91,41 @@ def test_epilogue_in_a_replayed_graph(algorithm: str, seed: int) -> None:
             for rank in range(2):
                 assert same(out[rank].cpu(), y) and same(made[rank].residual.cpu(), total)
                 assert same(made[rank].normed.cpu(), normed)
+
+
+TRIED = """
+#include "slab.h"
+#include "elements.h"
+extern "C" __global__ void tried(mi_u64 *found) {
+    for (mi_u32 i = MI_BID * MI_THREADS + MI_TID; i < 1u << 24; i += MI_THREADS * MI_GRID) {
+        const float x = bits_float(0x3f800000u + i), y = about_inverse_root(x);
+        const float exact = (float)__drcp_rn(__dsqrt_rn((double)x));
+        const int off = (int)float_bits(y) - (int)float_bits(exact);
+        if (is_common(x) && inverse_root_soon(x, y) != inverse_root(x)) atomicAdd(found, 1ull);
+        atomicMax(found + 1, (mi_u64)(off < 0 ? -off : off));
+    }
+}
+"""
+
+
+def test_every_inverse_root_of_this_card_is_exact(tmp_path: Path) -> None:
+    """And begins no further off than the host's tests go (`test_kernels_on_host.py`)."""
+    from metainfer.comm import driver, loader
+    from metainfer.kernels import cubin
+
+    for header in loader.HEADERS:
+        (tmp_path / header.name).write_bytes(header.read_bytes())
+    (tmp_path / "tried.cu").write_text(TRIED)
+    major, minor = torch.cuda.get_device_capability()
+    source = cubin.Source("tried", tmp_path / "tried.cu", loader.HEADERS)
+    built, _, said = cubin.build(source, f"sm_{major}{minor}")
+    assert built is not None, said
+    found = torch.zeros(2, dtype=torch.int64, device="cuda")
+    stream = torch.cuda.current_stream()
+    run = driver.Module(built).function("tried")
+    run(264, 256, stream.cuda_stream, [driver.u64(found.data_ptr())])
+    stream.synchronize()
+    assert found[0] == 0 and found[1] <= 6
 
 
 def test_a_skipped_call_is_reported_and_ends() -> None:

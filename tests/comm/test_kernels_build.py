@@ -26,6 +26,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (Variant(4, BF16), "sm_80"),
         (Variant(2, BF16), "sm_89"),
         (Variant(4, BF16, True), "sm_90"),
+        (Variant(8, BF16, True), "sm_120"),
         (Variant(2, layout.BYTES), "sm_120"),
     ],
     ids=str,

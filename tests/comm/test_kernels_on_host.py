@@ -160,7 +160,13 @@ def test_moving_bytes_of_any_alignment(built: Path, dtype: str, seed: int) -> No
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
 @pytest.mark.parametrize(
     ("rows", "hidden", "dtype"),
-    [(3, 4096, "bfloat16"), (2, 2056, "float16"), (3, 17, "bfloat16"), (2, 3000, "float64")],
+    [
+        (3, 4096, "bfloat16"),
+        (2, 7168, "bfloat16"),
+        (2, 2056, "float16"),
+        (3, 17, "bfloat16"),
+        (2, 3000, "float64"),
+    ],
 )
 def test_epilogues_and_counts_to_the_bit(
     built: Path, rows: int, hidden: int, dtype: str, algorithm: str, seed: int
