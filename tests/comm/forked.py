@@ -17,17 +17,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from ranks import plan_of
+from ranks import leftovers, plan_of
 from test_local import ALGORITHMS, expected, inputs, same
 
 from metainfer.comm import layout
 from metainfer.comm.agree import DisagreementError, agree
+from metainfer.comm.backends import shm_cpu
 from metainfer.comm.backends.shm_cpu import ShmComm, share
 from metainfer.comm.backends.slabs import gather_bytes
 from metainfer.comm.errors import CommError
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.request import Op, Request
-from metainfer.comm.segment import Segment
+from metainfer.comm.segment import Asked, Segment
 from metainfer.core.errors import MetaInferError, UserError
 
 Found = dict[str, object]
@@ -171,17 +172,23 @@ def disagree(token: str, rank: int, world: int) -> Found:
 
 
 def more(token: str, rank: int, world: int) -> Found:
-    """Each writes its word into memory that the group shares beside its own."""
+    """Each writes its word into memory that the group shares beside its own; rank 2 asks late."""
 
     def make(request: Request):
         return plan_of(request, "direct", "shm_cpu")
 
+    def late(name: str, deadline: float) -> Asked:
+        time.sleep(0.2)  # as others are handed theirs, if rank 0 does not wait for this one
+        return Asked(name, deadline)
+
+    if rank == 2:
+        shm_cpu.Asked = late  # type: ignore[misc, assignment]
     with ShmComm.open(token, rank, world, slot_bytes=8192) as comm:
         memory = share(comm, f"{token}-more", make, 1 << 20)
         words = (ctypes.c_uint64 * world).from_address(memory.address + (1 << 20) - 8 * world)
         words[rank] = rank + 1
         gather_bytes(comm, make, b"")
-        return {"words": list(words)}
+        return {"words": list(words), "open": leftovers(token, f"{token}-more")}
 
 
 def short(token: str, rank: int, world: int) -> Found:

@@ -114,6 +114,20 @@ def test_a_size_that_differs_is_said_with_both_and_lets_the_next_one_in() -> Non
     other.close()
 
 
+def test_strangers_in_front_cost_nothing() -> None:
+    name = token()
+    made = Segment.create(name, 4096)
+    for word in (b"", b"GET / HTTP/1.1", b""):
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect(socket_name(name))
+        stranger.send(word)
+        stranger.close()
+    asked = Asked(name, 0.0)
+    made.hand_out()
+    asked.take(4096).close()
+    made.close()
+
+
 @pytest.mark.parametrize("there", ["nobody", "busy", "gone"])
 def test_rank_0_that_does_not_hand_out_is_missed_in_time(there: str) -> None:
     name = token()
@@ -146,6 +160,13 @@ def test_who_stood_in_line_of_a_rank_0_that_went_is_served_by_the_next() -> None
     waiting.join()
     taken[0].close()
     again.close()
+
+
+def test_a_name_says_nothing_of_its_token_and_fits() -> None:
+    tokens = ["a", "b", "a-b", "x" * 64]
+    names = [socket_name(each) for each in tokens]
+    assert len(set(names)) == 4 and all(name[0] == "\0" and len(name) < 108 for name in names)
+    assert not any(each in name for each, name in zip(tokens[2:], names[2:], strict=True))
 
 
 def test_memory_can_neither_shrink_nor_grow() -> None:

@@ -100,7 +100,7 @@ def test_b17_a_different_capacity_on_one_rank_stops_all(played: dict[str, list[F
 
 
 def test_more_memory_of_a_group_is_everyone_s(played: dict[str, list[Found]]) -> None:
-    assert played["more:3"] == [{"words": [1, 2, 3]}] * 3
+    assert played["more:3"] == [{"words": [1, 2, 3], "open": []}] * 3
 
 
 def test_without_memory_on_rank_0_all_know_why(played: dict[str, list[Found]]) -> None:
