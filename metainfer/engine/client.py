@@ -1,6 +1,6 @@
-"""Clients of the engine: in a child process (`ProcessClient`) or on a thread (`InprocClient`).
+"""The client of an engine in a child process (`ProcessClient`), and what any client shares.
 
-Both demultiplex the engine's step outputs to one mailbox per request. `submit` is an async
+It demultiplexes the engine's step outputs to one mailbox per request. `submit` is an async
 generator: leaving it early, for whatever reason, cancels the request in the engine. The engine's
 end is reported by the operating system (a pidfd), and then every open stream raises
 ``engine_dead``: nobody waits for a process that is gone.
@@ -117,7 +117,7 @@ class _Mailbox:
 
 
 class DemuxClient(ABC):
-    """What both clients share: mailboxes, the last stats, start-up and death."""
+    """What any client has, however it reaches its engine: mailboxes, stats, start-up, death."""
 
     def __init__(self, on_progress: OnProgress | None = None) -> None:
         self._on_progress = on_progress

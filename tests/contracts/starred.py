@@ -104,7 +104,6 @@ STARRED = (
     "engine.elsewhere",
     "engine.limit",
     "engine.grammars",
-    "engine.inproc",
     "engine.overseer",
     "engine.protocol",
     "engine.proving",

@@ -1,4 +1,4 @@
-"""Both engine clients: same outputs, cancellation by leaving, refusals, death."""
+"""The engine's client: outputs, cancellation by leaving, refusals, death."""
 
 from __future__ import annotations
 
@@ -7,89 +7,25 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from fake_engine import EOS, MAX_CONTEXT, VOCAB, reply_text
+from fake_engine import EOS, VOCAB, reply_text
 from fake_server import eventually, is_alive
 
-from metainfer.core.errors import RefusedError, RequestError, UserError
+from metainfer.core.errors import RequestError, UserError
 from metainfer.core.intent import Intent
 from metainfer.core.request import FinishReason, Request, SamplingParams
-from metainfer.core.step import RequestOutput
-from metainfer.core.verdict import Reason
 from metainfer.engine.client import ProcessClient
-from metainfer.engine.inproc import InprocClient
-from metainfer.engine.protocol import EngineClient, EngineInfo, EngineStats, Progress
+from metainfer.engine.protocol import EngineClient, Progress
 
 FAKE = str(Path(__file__).with_name("fake_engine.py"))
-
-
-class ThreadEngine:
-    """An `Engine` without a model: letters, one per step."""
-
-    def __init__(self, fault: Exception | None = None, fault_at_start: bool = False) -> None:
-        self.live: dict[str, tuple[Request, int]] = {}
-        self.cancelled: list[str] = []
-        self.closed = False
-        self.steps = 0
-        self.fault, self.fault_at_start = fault, fault_at_start
-
-    def start(self) -> EngineInfo:
-        if self.fault is not None and self.fault_at_start:
-            raise self.fault
-        return EngineInfo("fake", VOCAB, MAX_CONTEXT, 1000, 8, (EOS,), {})
-
-    def submit(self, request: Request) -> None:
-        if len(request.prompt) > 100:
-            raise RequestError("Too long.", param="prompt", code="context_length_exceeded")
-        self.live[request.request_id] = (request, 0)
-
-    def cancel(self, ids: Sequence[str]) -> list[RequestOutput]:
-        ended = []
-        for one in ids:
-            self.cancelled.append(one)
-            if one in self.live:
-                index = self.live.pop(one)[1]
-                ended.append(RequestOutput(one, (), index, finish=FinishReason.CANCELLED))
-        return ended
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.live)
-
-    def step(self) -> tuple[list[RequestOutput], EngineStats]:
-        if self.fault is not None:
-            raise self.fault
-        self.steps += 1
-        outputs = []
-        for key, (request, index) in list(self.live.items()):
-            token = reply_text(bytes(request.prompt).decode(), index + 1)[-1].encode()[0]
-            last = index + 1 == request.params.max_tokens
-            finish = FinishReason.LENGTH if last else None
-            outputs.append(RequestOutput(key, (token,), index, finish=finish))
-            if last:
-                del self.live[key]
-            else:
-                self.live[key] = (request, index + 1)
-        return outputs, self.stats()
-
-    def stats(self) -> EngineStats:
-        return EngineStats(steps=self.steps, running=len(self.live))
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def process_client(*flags: str, progress: list[Progress] | None = None) -> ProcessClient:
     listen = (lambda item: None) if progress is None else progress.append
     return ProcessClient(Intent(model="fake"), listen, command=[sys.executable, FAKE, *flags])
-
-
-def thread_client() -> InprocClient:
-    return InprocClient(lambda progress: ThreadEngine())
 
 
 def request(name: str, count: int = 20, prompt: bytes = b"hello") -> Request:
@@ -104,10 +40,9 @@ async def text_of(client: EngineClient, name: str, count: int) -> str:
     return letters.decode()
 
 
-@pytest.mark.parametrize("make", [process_client, thread_client])
-def test_streams_are_demultiplexed(make: Callable[[], EngineClient]) -> None:
+def test_streams_are_demultiplexed() -> None:
     async def go() -> None:
-        client = make()
+        client = process_client()
         assert not client.alive
         info = await client.start()
         assert (info.vocab_size, client.alive) == (VOCAB, True)
@@ -146,10 +81,9 @@ def test_leaving_cancels_and_finishing_does_not(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("make", [process_client, thread_client])
-def test_cancelling_by_id_ends_the_stream(make: Callable[[], EngineClient]) -> None:
+def test_cancelling_by_id_ends_the_stream() -> None:
     async def go() -> None:
-        client = make()
+        client = process_client()
         await client.start()
         last = None
         async for output in client.submit(request("x", 2_000_000)):
@@ -165,15 +99,17 @@ def test_cancelling_by_id_ends_the_stream(make: Callable[[], EngineClient]) -> N
 
 def test_refusal_reaches_its_stream_only() -> None:
     async def go() -> None:
-        client = thread_client()
+        client = process_client("--max-running", "1", "--hold-at", "3")
         await client.start()
         other = asyncio.ensure_future(text_of(client, "fine", 50))
+        await asyncio.sleep(0)  # it sends its request
         with pytest.raises(RequestError) as caught:
-            async for _ in client.submit(request("long", 5, b"x" * 101)):
-                pass
-        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-        assert await other == reply_text("hello", 50)
-        await client.close(drain=False)
+            await text_of(client, "one too many", 5)
+        assert (caught.value.code, caught.value.status) == ("queue_full", 429)
+        assert caught.value.retry_after_s == 2.0 and not other.done()
+        await client.cancel(["fine"])
+        assert reply_text("hello", 50).startswith(await other)
+        await client.close(drain=False, grace_s=5)
 
     asyncio.run(go())
 
@@ -275,42 +211,5 @@ def test_stopping_while_it_starts() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not is_alive(pid)
-
-    asyncio.run(go())
-
-
-def test_thread_engine_faults() -> None:
-    async def go() -> None:
-        refusal = RefusedError("No.", "Ask less.", reasons=(Reason("a", "one"), Reason("b", "two")))
-        refusing = InprocClient(lambda p: ThreadEngine(refusal, True))
-        with pytest.raises(UserError) as caught:
-            await refusing.start()
-        assert str(caught.value) == str(refusal) == "No. Reasons: one; two. Ask less."
-        assert caught.value.to_json() == refusal.to_json()
-        broken = InprocClient(lambda p: ThreadEngine(ValueError("boom")))
-        await broken.start()
-        with pytest.raises(RequestError) as died:
-            await text_of(broken, "x", 3)
-        assert died.value.code == "engine_dead" and "boom" in str(died.value)
-
-    asyncio.run(go())
-
-
-def test_thread_engine_drains_and_closes() -> None:
-    engines: list[ThreadEngine] = []
-
-    def build(progress: Callable[[Progress], Awaitable[None] | None]) -> ThreadEngine:
-        engines.append(ThreadEngine())
-        return engines[0]
-
-    async def go() -> None:
-        client = InprocClient(build)
-        await client.start()
-        running = asyncio.ensure_future(text_of(client, "x", 200))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        await client.close(drain=True, grace_s=60)
-        assert await running == reply_text("hello", 200)
-        assert engines[0].closed
 
     asyncio.run(go())
