@@ -7,17 +7,22 @@ Writes ``ranks_tokens.json`` after every section; each is a process of its own w
 and what it has when it is ended is kept. In this order, or as ``--only`` names them:
 
 * ``dealt``: a small dense model of one KV head in float32 under `tp2` and `tp2cs2`, the latter with
-  drafts from tokens seen before too; greedy tokens must be those of one card. Then decode and
-  prompts of a larger one in bfloat16 under both, in captured steps;
+  drafts from tokens seen before too; greedy tokens must be those of one card;
 * ``adapters``: two adapters and none in one batch of Qwen3-8B's shapes, two layers, in float32:
   answers under `tp2`, `cp2/tp2` and `cp2/dp2` are those of one card, and a prompt's three differ;
 * ``drafts``: a tiny DeepSeek-V4 with its draft layer, in float32 with its entries and index keys:
   what one card says without drafts is what it says with them, and what `tp2`, `cp2/tp2`, `ep2` and
   `cp2/dp2ep2` say;
-* ``kernels``: `attn_weigh` and `attn_paged_part` by their cases, then timed beside torch's form;
 * ``captured``: drafts as in ``drafts``, of a model in the published formats and in bfloat16, whose
   steps are captured. There a sum's last bit decides how an activation is rounded, so tokens that
-  part are told and not judged; that some drafts are right is.
+  part are told and not judged; that some drafts are right is;
+* ``ready``, by name alone: the engines of ``speed``, started and closed: their kernels are there;
+* ``speed``: decode and prompts of a larger dense model of one KV head in bfloat16 under `tp2` and
+  `tp2cs2`;
+* ``kernels``: `attn_weigh` and `attn_paged_part` by their cases, then timed beside torch's form.
+
+With ``--together`` sections that time nothing run at once, each with ranks of its own on the same
+cards: they start slowly, for most of it is proving and compiling.
 
 Ranks meet in the host's memory. Tokens of random weights in float32 lie as a rule far enough apart
 for sums in another order; where an answer differs, the report says at which token, and how far the
@@ -29,11 +34,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,11 +57,18 @@ from gpu_check import decode_seconds, prefill_seconds, row
 from ranks_kernels import kernels
 from sections import Report, wrong_in
 
+from metainfer.core.env import cache_dir
 from metainfer.core.intent import Intent
 from metainfer.core.request import Request, SamplingParams
 from metainfer.engine.engine import Engine
 
-LIMITS = {"dealt": 110.0, "adapters": 70.0, "drafts": 90.0, "kernels": 60.0, "captured": 90.0}
+LIMITS = {
+    "dealt": 110.0, "adapters": 110.0, "drafts": 110.0, "captured": 110.0, "ready": 110.0,
+    "speed": 110.0, "kernels": 60.0,
+}  # fmt: skip
+USUAL = [name for name in LIMITS if name != "ready"]
+ALONE = ("speed", "kernels")
+"""Sections that time."""
 DEALT = ("tp2", "tp2cs2")
 ADAPTED = ("tp2", "cp2/tp2", "cp2/dp2")
 DRAFTED = ("tp2", "cp2/tp2", "ep2", "cp2/dp2ep2")
@@ -122,7 +137,8 @@ def started(args: argparse.Namespace, model: str | Path, **wish: Any) -> Iterato
         torch.cuda.empty_cache()  # what one card had before
     begin = time.monotonic()
     engine.start()
-    print(f"  {wish}: ready after {time.monotonic() - begin:.1f} s", flush=True)
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in engine._phases)
+    print(f"  {wish}: ready after {time.monotonic() - begin:.1f} s: {phases}", flush=True)
     try:
         yield engine
     finally:
@@ -236,12 +252,20 @@ def dealt(args: argparse.Namespace, parts: Parts, folder: Path) -> None:
     ):
         name = f"{layout}, float32{', drafts' * (draft != 'off')}"
         parts.part(name, partial(compare, layout, draft))
-    large = models.dense(folder / "large", 4, 0.02, torch.bfloat16, args.platform, **sizes.large)
+
+
+def speed(args: argparse.Namespace, parts: Parts, folder: Path, timed: bool = True) -> None:
+    shape = SIZES[args.platform].large
+    large = models.dense(folder / "large", 4, 0.02, torch.bfloat16, args.platform, **shape)
     for layout in DEALT:
-        parts.part(f"{layout}, bfloat16", partial(speed, args, parts, large, layout))
+        parts.part(layout, partial(_timed, args, parts, large, layout, timed))
 
 
-def speed(args: argparse.Namespace, parts: Parts, model: Path, layout: str) -> Report:
+def ready(args: argparse.Namespace, parts: Parts, folder: Path) -> None:
+    speed(args, parts, folder, timed=False)
+
+
+def _timed(args: argparse.Namespace, parts: Parts, model: Path, layout: str, timed: bool) -> Report:
     sizes, found = SIZES[args.platform], list[Report]()
     parts.report[f"{layout}, rows"] = found
     with started(
@@ -249,12 +273,13 @@ def speed(args: argparse.Namespace, parts: Parts, model: Path, layout: str) -> R
         concurrency=max(batch for batch, _ in sizes.rows), kv_bytes=sizes.kv_bytes,
         chunk_tokens=sizes.chunk, mixed_tokens=sizes.chunk // 4,
     ) as engine:  # fmt: skip
-        for batch, context in sizes.rows:
+        for batch, context in sizes.rows if timed else ():
             seconds = decode_seconds(engine, batch, context, steps=32)
             found.append(row(f"decode, batch {batch}, context {context}", seconds, 0.0))
             parts.save()
-        seconds = prefill_seconds(engine, sizes.prefill, 5)
-        found.append(row(f"prefill, {sizes.prefill} tokens", seconds, 0.0))
+        if timed:
+            seconds = prefill_seconds(engine, sizes.prefill, 5)
+            found.append(row(f"prefill, {sizes.prefill} tokens", seconds, 0.0))
         return about(engine)
 
 
@@ -332,7 +357,10 @@ def section(args: argparse.Namespace) -> None:
     if args.section == "kernels":
         kernels(args.platform, parts.part)
         return
-    steps = {"dealt": dealt, "adapters": adapters, "drafts": drafts, "captured": captured}
+    steps = {
+        "dealt": dealt, "adapters": adapters, "drafts": drafts, "captured": captured,
+        "ready": ready, "speed": speed,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         steps[args.section](args, parts, Path(folder))
 
@@ -356,12 +384,26 @@ def table(report: Report) -> list[str]:
     return lines
 
 
+def together(names: Sequence[str], run: Callable[..., None]) -> None:
+    """Sections that time nothing, at once; ``ready`` keeps what it proved and compiled for those
+    that do, each other has a cache of its own, so that no record of one is lost to another's."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(names)) as pool:
+        environs: list[dict[str, str]] = []
+        for name in names:
+            own = Path(folder) / name
+            environs.append({} if name == "ready" else {"METAINFER_CACHE": str(own)})
+            if name != "ready" and cache_dir().exists():
+                shutil.copytree(cache_dir(), own)
+        list(pool.map(run, names, environs))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--platform", default="cuda", choices=list(SIZES))
     parser.add_argument("--seconds", type=float, default=240)
-    parser.add_argument("--only", nargs="*", choices=list(LIMITS), default=list(LIMITS))
+    parser.add_argument("--only", nargs="*", choices=list(LIMITS), default=USUAL)
+    parser.add_argument("--together", action="store_true", help="what times nothing, at once")
     parser.add_argument("--section", help="run one section in this process")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -376,14 +418,26 @@ def main() -> int:
         "torch": torch.__version__,
         "command": " ".join(sys.argv),
     }
-    for name in args.only:
+
+    lock = threading.Lock()
+
+    def run(name: str, environ: Mapping[str, str] | None = None) -> None:
         left = end - time.monotonic()
         if left < 15:
-            report[name] = {"failed": "no time left"}
+            found: Report = {"failed": "no time left"}
         else:
-            number = list(LIMITS).index(name)
-            report[name] = sections.child(name, args.out, number, min(left, LIMITS[name]))
-        (args.out / "ranks_tokens.json").write_text(json.dumps(report, indent=1, default=str))
+            number, limit = list(LIMITS).index(name), min(left, LIMITS[name])
+            found = sections.child(name, args.out, number, limit, environ)
+        with lock:
+            report[name] = found
+            (args.out / "ranks_tokens.json").write_text(json.dumps(report, indent=1, default=str))
+
+    beside = [name for name in args.only if args.together and name not in ALONE]
+    if beside:
+        together(beside, run)
+    for name in args.only:
+        if name not in beside:
+            run(name)
     print("\n".join(table(report)))
     bad = {name: wrong for name in LIMITS if (wrong := wrong_in(report.get(name)))}
     print(json.dumps(bad, indent=1) if bad else "nothing wrong")
