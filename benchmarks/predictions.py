@@ -239,8 +239,9 @@ HEAD = f"""# Predictions
 Written by `python benchmarks/predictions.py`; do not edit. Every figure that others published
 beside the planner's uncalibrated cost model: bytes at {READ_SHARE:g} of the device's rate, FLOPs at
 {RATE_SHARE:g} of it, a little for each kernel, messages by the model of the links, and at least the
-host's launches where no graph holds a step; the band goes from {LOW:g} to {HIGH:g} of that speed. The figures were public before the model: these rows show
-where one law holds and where it does not. Error: predicted over the nearer published end, less one.
+host's launches where no graph holds a step; the band goes from {LOW:g} to {HIGH:g} of that speed.
+The figures were public before the model: these rows show where one law holds and where it does not.
+Error: predicted over the nearer published end, less one.
 
 Assumed where machine files are silent: {RATE / 1e12:.0f} TFLOP/s of bf16 on an RTX PRO 6000 (what a
 published video run sustained on each of eight cards; a field report of one GEMM says 76 to 166),

@@ -352,7 +352,8 @@ def add_expected(report: Report, args: argparse.Namespace) -> None:
         known: dict[str, float] = {}
         if expects and timed and args.model == MODEL and args.platform == "cuda":
             layout, by = (case.layout, case.collectives) if case else ("single", "")
-            known = predicted(layout, by, machine=MACHINE, layers=args.layers)
+            halves = (case.halves or 0) if case else 0
+            known = predicted(layout, by, machine=MACHINE, layers=args.layers, halves=halves)
         for each in timed:
             measured, expected = each["median_s"], known.get(each["row"])
             said, ratio = "", ""

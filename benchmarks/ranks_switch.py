@@ -5,7 +5,8 @@ then computes a chunk by one layout and decodes by the other; elsewhere it compu
 Seconds of a switch: what such a step takes beyond a chunk alone and a decode step alone; a layout
 that is no pair is measured beside it. A pair's decodes are steps like any, so their tokens are the
 same; elsewhere, and with prompts under a pair's `prefill_from`, rows of both kinds share kernels,
-which are chosen by their number, so tokens of random weights in FP8 may change and are only counted.
+which are chosen by their number, so tokens of random weights in FP8 may change: they are only
+counted.
 """
 
 from __future__ import annotations
