@@ -60,6 +60,7 @@ STARRED = (
     "models.*.weights",
     "models.common.adapters",
     "models.common.config",
+    "models.common.counts",
     "models.common.cuts",
     "models.common.rope",
     "ops.catalog",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from metainfer.kv.book.spec import CacheSpec, GroupKind
+from metainfer.models.common.counts import capped_sum, distinct_experts
 from metainfer.models.deepseek_v4 import weights
 
 if TYPE_CHECKING:
@@ -76,27 +77,15 @@ def prefill_attention(arch: DeepSeekV4Arch, tokens: int) -> tuple[float, float]:
     """FLOPs of attention in a prompt of `tokens` tokens: by query heads, and the indexer's."""
     csa, hca = arch.kinds.count("csa"), arch.kinds.count("hca")
     key, n = 4.0 * arch.heads * arch.head_dim, float(tokens)
-    near = _capped_sum(tokens, arch.window)
+    near = capped_sum(tokens, arch.window)
     # Sum over positions of min(top_k, t // ratio): the ramp, then the plateau.
-    chosen = arch.csa * _capped_sum(tokens // arch.csa, arch.index_topk)
+    chosen = arch.csa * capped_sum(tokens // arch.csa, arch.index_topk)
     heads = (
         csa * key * (near + chosen)
         + hca * key * (near + n * n / (2 * arch.hca))
         + arch.kinds.count("window") * key * near
     )
     return heads, csa * 2.0 * arch.index_heads * arch.index_dim * n * n / (2 * arch.csa)
-
-
-def _capped_sum(count: int, cap: int) -> float:
-    """Sum of min(t, cap) over t = 1 .. count."""
-    ramp = min(count, cap)
-    return ramp * (ramp + 1) / 2 + (count - ramp) * cap
-
-
-def distinct_experts(arch: DeepSeekV4Arch, batch: int) -> float:
-    """Experts of one layer that `batch` tokens touch under uniform routing."""
-    missed = (1 - arch.experts_per_token / arch.experts) ** batch
-    return arch.experts * (1 - missed)
 
 
 def cache_reads(arch: DeepSeekV4Arch, specs: Sequence[CacheSpec], context: int) -> float:
@@ -142,7 +131,7 @@ class Costs:
         return 41
 
     def distinct_experts(self, tokens: int) -> float:
-        return distinct_experts(self.arch, tokens)
+        return distinct_experts(self.arch.experts, self.arch.experts_per_token, tokens)
 
     def decode_attention_flops(self, context: int) -> tuple[float, float]:
         each = decode_flops(self.arch, context)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from metainfer.kv.book.spec import CacheSpec, GroupKind
+from metainfer.models.common.counts import capped_sum
 
 if TYPE_CHECKING:
     from metainfer.models.dense.arch import DenseArch
@@ -23,11 +24,7 @@ def decode_keys(arch: DenseArch, context: int) -> int:
 
 def prefill_keys(arch: DenseArch, tokens: int) -> float:
     """Keys that a prompt of `tokens` tokens reads: the causal sum, capped by windows."""
-    total = 0.0
-    for window in arch.windows:
-        ramp = min(tokens, window) if window else tokens
-        total += ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp
-    return total
+    return sum(capped_sum(tokens, window or tokens) for window in arch.windows)
 
 
 def cache_reads(specs: Sequence[CacheSpec], context: int) -> float:

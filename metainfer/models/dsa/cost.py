@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from metainfer.kv.book.spec import CacheSpec
+from metainfer.models.common.counts import capped_sum, distinct_experts
 from metainfer.models.dsa import weights
 
 if TYPE_CHECKING:
@@ -21,12 +22,6 @@ def parameters(arch: DsaArch) -> int:
     """Every parameter of the model, with the draft layer where `mtp` says so."""
     specs = (*weights.packed_weights(arch), *weights.plain_weights(arch))
     return sum(spec.elements for spec in specs)
-
-
-def capped_sum(count: int, cap: int) -> float:
-    """Sum of min(t, cap) over t = 1 .. count."""
-    ramp = min(count, cap)
-    return ramp * (ramp + 1) / 2 + (count - ramp) * float(cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +51,7 @@ class Costs:
         return 35
 
     def distinct_experts(self, tokens: int) -> float:
-        """Under uniform routing."""
-        missed = (1 - self.arch.experts_per_token / self.arch.experts) ** tokens
-        return self.arch.experts * (1 - missed)
+        return distinct_experts(self.arch.experts, self.arch.experts_per_token, tokens)
 
     def decode_attention_flops(self, context: int) -> tuple[float, float]:
         keys = min(context, self.arch.index_topk)
