@@ -28,6 +28,8 @@ PENDING = -1
 """Placeholder token id, known only on the device: the latest token sampled for this slot or, among
 a run's drafts, a token that the device proposed."""
 
+ALL_LAYERS = -1
+
 NO_ADAPTER = -1
 """`NewRequest.adapter` of a request to the model itself."""
 
@@ -89,12 +91,18 @@ class RankTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """One launch of the model, in the plan's layout named `layout`. `drafts`: most of one run."""
+    """One launch of the model. `layout` names a layout of the plan, `bucket` a captured graph.
+
+    `bucket` is the padded token count of a static-step graph, 0 for eager. `stop_layer`: layers
+    from here on are not run (`ALL_LAYERS` = run everything); draft taps and staged prefill use it.
+    """
 
     phase: Phase
     layout: str
     ranks: tuple[RankTokens, ...]
+    bucket: int = 0
     drafts: int = 0
+    stop_layer: int = ALL_LAYERS
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -139,6 +147,15 @@ class StateMove(msgspec.Struct, frozen=True, array_like=True):
     snapshot: int = -1
 
 
+class PageCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy one page before the segments run (a shared, partly filled page is written to)."""
+
+    group: int
+    domain: int
+    source: int
+    target: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Everything an executor needs to advance by one step, as a diff to the step before."""
 
@@ -146,6 +163,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     segments: tuple[Segment, ...]
     new: tuple[NewRequest, ...] = ()
     pages: tuple[PageGrant, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
     moves: tuple[StateMove, ...] = ()
     released: tuple[int, ...] = ()  # slots that hold no request any more
 
@@ -183,12 +201,14 @@ class RunResult(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The answer to the plan of the same `step`; may be handed over one step late.
 
+    `rank_digest` is the hash of the ranks' decisions, equal on all or the step is an error.
     `seconds` is device time where the executor can tell, wall time otherwise.
     """
 
     step: int
     runs: tuple[RunResult, ...]
     seconds: float = 0.0
+    rank_digest: str = ""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):

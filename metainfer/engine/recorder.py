@@ -64,7 +64,7 @@ class FlightRecorder:
         pages: dict[int, int] = {}
         for grant in plan.pages:
             pages[grant.group] = pages.get(grant.group, 0) + len(grant.pages)
-        counts = (len(plan.new), len(plan.released), len(plan.moves))
+        counts = (len(plan.new), len(plan.released), len(plan.copies), len(plan.moves))
         for listed in (MOST_RUNS, 0):
             parts = (
                 plan.step,
@@ -91,7 +91,7 @@ class FlightRecorder:
         runs = [run for rank in segment.ranks for run in rank.runs]
         tokens = sum(len(run.tokens) for run in runs)
         listed = [self._run(run) for run in runs[:most]]
-        return segment.phase.value, segment.layout, len(runs), tokens, listed
+        return segment.phase.value, segment.layout, segment.bucket, len(runs), tokens, listed
 
     def _run(self, run: TokenRun) -> tuple[Any, ...]:
         return (
@@ -187,7 +187,7 @@ def _steps(block: Block, begun: int, ended: int) -> Iterator[dict[str, Any]]:
 
 
 def _plan(plan: Any) -> dict[str, Any]:
-    step, at, segments, entered, pages, (new, released, moves) = plan
+    step, at, segments, entered, pages, (new, released, copies, moves) = plan
     return {
         "step": step,
         "at": at,
@@ -195,6 +195,7 @@ def _plan(plan: Any) -> dict[str, Any]:
             {
                 "phase": phase,
                 "layout": layout,
+                "bucket": bucket,
                 "runs": runs,
                 "tokens": tokens,
                 "listed": [
@@ -208,7 +209,7 @@ def _plan(plan: Any) -> dict[str, Any]:
                     for run in listed
                 ],
             }
-            for phase, layout, runs, tokens, listed in segments
+            for phase, layout, bucket, runs, tokens, listed in segments
         ],
         "entered": [
             dict(zip(("request", "slot", "tokens", "computed"), row, strict=True))
@@ -217,6 +218,7 @@ def _plan(plan: Any) -> dict[str, Any]:
         "pages": [{"group": group, "granted": count} for group, count in pages],
         "new": new,
         "released": released,
+        "copies": copies,
         "moves": moves,
     }
 

@@ -38,6 +38,7 @@ def of_domain(
         ),
         tuple(replace(n, slot=n.slot - first, domain=0) for n in plan.new if own(n.slot)),
         tuple(replace(p, slot=p.slot - first) for p in plan.pages if own(p.slot)),
+        tuple(replace(c, domain=0) for c in plan.copies if c.domain == domain),
         tuple(
             replace(move, slot=move.slot - first, domain=0)
             for move in plan.moves

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from metainfer.core.plan import StepGraph
-from metainfer.core.step import Phase, RankTokens, Segment
+from metainfer.core.step import ALL_LAYERS, Phase, RankTokens, Segment
 from metainfer.executor.drawing import CapturedDraws, StepDraws, first_rows
 from metainfer.executor.inputs import adapter_places, step_ids
 from metainfer.executor.static import DeviceTables, StepBuffers, step_inputs
@@ -183,6 +183,8 @@ class StaticSteps:
 
     def _bucket(self, segment: Segment, rank: RankTokens) -> _Held | None:
         """Rows of every token are computed in decode and verify, elsewhere each run's last."""
+        if segment.stop_layer != ALL_LAYERS:
+            return None
         if segment.phase not in (Phase.DECODE, Phase.VERIFY) and any(
             run.logits > 1 for run in rank.runs
         ):

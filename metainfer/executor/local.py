@@ -22,6 +22,7 @@ from metainfer.core.errors import InternalError
 from metainfer.core.plan import StepGraph
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import (
+    ALL_LAYERS,
     NO_ADAPTER,
     NewRequest,
     PageGrant,
@@ -210,6 +211,7 @@ class LocalExecutor:
         if self._tables is not None:
             self._tables.apply(plan)
         parts = self._parts
+        parts.store.copy_pages(plan.copies)
         parts.store.move_states(plan.moves)
         if isinstance(parts.ops.trace, FiniteTrace):
             parts.ops.trace.start()
@@ -240,7 +242,7 @@ class LocalExecutor:
         trace.know(owners_of(parts.model.layers, parts.store.layers))
         ops = OpTable(parts.ops.choices, trace).phase(segment.phase)
         inputs = build(alone, self._slots, parts.groups).to(parts.device)
-        hidden = parts.model.forward(inputs, parts.store.layers, ops)
+        hidden = parts.model.forward(inputs, parts.store.layers, ops, segment.stop_layer)
         parts.model.logits(hidden, inputs, ops)
         return trace.first()
 
@@ -319,7 +321,7 @@ class LocalExecutor:
             inputs = parts.dealt.over_copies(inputs, segment, self._slots)
         pieces = _long(segment, parts.sum_pieces)
         with parts.turns.in_pieces(PIECES) if pieces else nullcontext():
-            hidden = parts.model.forward(inputs, parts.store.layers, phase_ops)
+            hidden = parts.model.forward(inputs, parts.store.layers, phase_ops, segment.stop_layer)
         logits = parts.model.logits(hidden, inputs, phase_ops) if len(host.logit_rows) else None
 
         def finite_rows() -> torch.Tensor:
@@ -332,9 +334,9 @@ class LocalExecutor:
         parts = self._parts
         hosts = [build(half, self._slots, parts.groups) for half in halves(rank)]
         inputs = [host.to(parts.device) for host in hosts]
-        layers, model = parts.store.layers, parts.model
+        layers, stop, model = parts.store.layers, segment.stop_layer, parts.model
         with parts.turns:
-            found = interleave([model.lane(each, layers, ops) for each in inputs])
+            found = interleave([model.lane(each, layers, ops, stop) for each in inputs])
         logits = [
             model.logits(hidden, each, ops)
             for hidden, each, host in zip(found, inputs, hosts, strict=True)
@@ -378,7 +380,7 @@ class LocalExecutor:
                 fail_silent(silent.tolist(), runs, results)
             return results
 
-        if parts.model_drafts is None:
+        if parts.model_drafts is None or segment.stop_layer != ALL_LAYERS:
             return settle
         wait_for(parts.device)
         results = settle()

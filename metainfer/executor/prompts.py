@@ -15,7 +15,7 @@ from torch import Tensor
 from metainfer.comm.peers import Peers, Place, Ranks
 from metainfer.comm.side import Turns
 from metainfer.core.plan import LayoutPlan, Plan
-from metainfer.core.step import NO_ADAPTER, RunResult, Segment
+from metainfer.core.step import ALL_LAYERS, NO_ADAPTER, RunResult, Segment
 from metainfer.executor.halves import halves_of
 from metainfer.executor.inputs import adapter_rows
 from metainfer.executor.model_drafts import ModelDrafts
@@ -79,7 +79,7 @@ class PromptRanks:
         if guard:
             finite = torch.cat([self._finite(each.rows, self._normed(each)) for each in found])
             fail_silent(finite.tolist(), own, results)
-        if self.drafts is not None:
+        if self.drafts is not None and segment.stop_layer == ALL_LAYERS:
             (whole,) = found  # no halves beside a model that drafts
             self.drafts.propose(segment, whole, results, slots, ops)
         return results
@@ -100,7 +100,10 @@ class PromptRanks:
         """This rank's rows of each of `parts`, lanes that take turns."""
         rows = [Rows(part, self.peers.rank, self.peers.size, self.domain) for part in parts]
         inputs = [self._inputs(each, slots) for each in rows]
-        lanes = [self.model.lane(each, self.store.layers, ops) for each in inputs]
+        lanes = [
+            self.model.lane(each, self.store.layers, ops, part.stop_layer)
+            for each, part in zip(inputs, parts, strict=True)
+        ]
         return [Computed(*each) for each in zip(rows, inputs, interleave(lanes), strict=True)]
 
     def _normed(self, part: Computed) -> Tensor:

@@ -6,7 +6,7 @@ Plans are executed strictly in the order of `submit`. Within one plan:
 2. `new` requests take their slots (per-slot device rows and page tables start empty);
 3. `pages` extend the page tables (`pages[i]` becomes entry `first + i`; entries below the first
    granted one are never read);
-4. `moves`, in list order (a place may be loaded from and then saved to);
+4. `copies`, then `moves`, each in list order (a place may be loaded from and then saved to);
 5. the segments run, in order.
 
 The result answers every run, in the order segments, ranks, runs: a chunk that does not sample gets

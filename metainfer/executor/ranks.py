@@ -17,6 +17,7 @@ import msgspec
 from metainfer.core.errors import InternalError
 from metainfer.core.plan import LayoutPlan, StepGraph
 from metainfer.core.step import (
+    ALL_LAYERS,
     Phase,
     RunResult,
     Segment,
@@ -111,9 +112,13 @@ class RankExecutor:
         runs = max(len(rank.runs) for rank in segment.ranks)
         every = segment.phase in (Phase.DECODE, Phase.VERIFY)
         ends = all(run.logits <= 1 for rank in segment.ranks for run in rank.runs)
-        return (every or ends) and any(
-            graph.phase == segment.phase.value and graph.tokens >= tokens and graph.runs >= runs
-            for graph in self._graphs
+        return (
+            segment.stop_layer == ALL_LAYERS
+            and (every or ends)
+            and any(
+                graph.phase == segment.phase.value and graph.tokens >= tokens and graph.runs >= runs
+                for graph in self._graphs
+            )
         )
 
     def collect(self) -> StepResult:
@@ -167,8 +172,9 @@ class RankExecutor:
             found = joined(plan, runs, self._slots)
         except ValueError as error:
             raise InternalError(f"step {plan.step}: {error}") from None
+        common = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
         self._draws = [draws for *_, draws in answers[::tensor]]
-        return StepResult(plan.step, found, max(seconds for _, _, seconds, _ in answers))
+        return StepResult(plan.step, found, max(seconds for _, _, seconds, _ in answers), common)
 
 
 def _runs(plan: StepPlan) -> Iterator[TokenRun]:

@@ -74,6 +74,7 @@ class Build:
             tuple(_segment(phase, ranks, config) for phase, ranks in lists),
             tuple(self.new),
             tuple(self.pages),
+            (),
             tuple(self.moves),
             tuple(self.released),
         )
@@ -92,8 +93,18 @@ def _prompt_tokens(ranks: list[list[Entry]]) -> int:
 def _segment(phase: Phase, ranks: list[list[Entry]], config: SchedulerConfig) -> Segment:
     """One launch. Every domain runs it: an idle one computes at least one dummy token."""
     runs = [tuple([run for _, run in rank]) for rank in ranks]
+    counts = [len(rank) for rank in runs]
     drafts = 0
+    uniform = True
     if phase is not Phase.DECODE:
+        counts = [sum(len(run.tokens) for run in rank) for rank in runs]
         drafts = max((run.drafts for rank in runs for run in rank), default=0)
-    tokens = tuple([RankTokens(rank, int(not rank)) for rank in runs])
-    return Segment(phase, config.layouts.get(phase, "default"), tokens, drafts)
+        uniform = phase is not Phase.VERIFY or all(
+            run.drafts == drafts for rank in runs for run in rank
+        )
+    bucket = config.bucket(phase, max(counts)) if uniform and config.buckets else 0
+    tokens = tuple(
+        RankTokens(rank, bucket - count if bucket else int(not count))
+        for rank, count in zip(runs, counts, strict=True)
+    )
+    return Segment(phase, config.layouts.get(phase, "default"), tokens, bucket, drafts)

@@ -37,7 +37,7 @@ class SchedulerConfig:
     `adaptive_drafts`: how many is chosen by measured gain, `max_drafts` at most (`depth`).
     `split_phases`: prefill and decode get a segment each instead of sharing a mixed one, where
     `prefill_from` tokens of prompts or more are in the step. `layouts` maps a phase to the layout
-    of its segments.
+    of its segments, `buckets` to the padded sizes captured for it.
     `adapters`: name -> digest of content, in the order of their places on the device.
     """
 
@@ -52,6 +52,7 @@ class SchedulerConfig:
     split_phases: bool = False
     prefill_from: int = 0
     layouts: Mapping[Phase, str] = field(default_factory=dict)
+    buckets: Mapping[Phase, tuple[int, ...]] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -69,3 +70,8 @@ class SchedulerConfig:
                 "some sequence would never get a token.",
                 f"Set step_tokens to {self.max_running} or more.",
             )
+
+    def bucket(self, phase: Phase, tokens: int) -> int:
+        """The smallest captured size that holds `tokens`, 0 when none does."""
+        fitting = [size for size in self.buckets.get(phase, ()) if size >= tokens]
+        return min(fitting, default=0)

@@ -9,6 +9,7 @@ import pytest
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import (
     NewRequest,
+    PageCopy,
     PageGrant,
     Phase,
     RankTokens,
@@ -54,6 +55,7 @@ def drawn(rng: random.Random, domains: int) -> StepPlan:
         segments,
         tuple(NewRequest(f"r{s}", s, s // SLOTS, (1, 2), 2, 0, PARAMS) for s in entering),
         tuple(PageGrant(slot(), 0, 0, (3,)) for _ in range(3)),
+        tuple(PageCopy(0, rng.randrange(domains), 1, 2) for _ in range(2)),
         tuple(StateMove("zero", 1, s // SLOTS, s) for s in (slot(), slot())),
         (slot(), slot()),
     )
@@ -67,13 +69,13 @@ def test_nothing_is_lost_and_answers_come_back_in_order(
     for _ in range(50):
         plan = drawn(rng, domains)
         parts = [of_domain(plan, domain, SLOTS, level=level) for domain in range(domains)]
-        for name in ("new", "pages", "moves", "released"):
+        for name in ("new", "pages", "copies", "moves", "released"):
             assert sum(len(getattr(part, name)) for part in parts) == len(getattr(plan, name))
         for domain, part in enumerate(parts):
             assert part.step == 7 and len(part.segments) == len(plan.segments)
             slots = [each.slot for each in (*part.new, *part.pages, *part.moves)]
             assert all(0 <= slot < SLOTS for slot in (*slots, *part.released))
-            assert {each.domain for each in (*part.new, *part.moves)} <= {0}
+            assert {each.domain for each in (*part.new, *part.copies, *part.moves)} <= {0}
             for mine, whole in zip(part.segments, plan.segments, strict=True):
                 (rank,) = mine.ranks
                 given = whole.ranks[domain]

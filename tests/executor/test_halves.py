@@ -54,7 +54,7 @@ def test_ranks_of_equally_many_rows_cut_alike(one: RankTokens, other: RankTokens
 @given(st.lists(ranks(), min_size=1, max_size=4))
 def test_halves_of_shared_rows_are_the_whole_in_its_order(lists: list[RankTokens]) -> None:
     """One domain behind another; a domain may be in one half alone."""
-    segment = Segment(Phase.CHUNK, "cp", tuple(lists), drafts=7)
+    segment = Segment(Phase.CHUNK, "cp", tuple(lists), 7)
     parts = halves_of(segment)
     every = [[row for rank in part.ranks for row in rows(rank)] for part in parts]
     whole = [row for rank in lists for row in rows(rank)]
@@ -62,7 +62,7 @@ def test_halves_of_shared_rows_are_the_whole_in_its_order(lists: list[RankTokens
     for domain, rank in enumerate(lists):
         first, second = (part.ranks[domain] for part in parts)
         assert rows(first) + rows(second) == rows(rank)
-    assert all((part.phase, part.layout, part.drafts) == (Phase.CHUNK, "cp", 7) for part in parts)
+    assert all((part.phase, part.layout, part.bucket) == (Phase.CHUNK, "cp", 7) for part in parts)
 
 
 def test_a_run_ends_in_the_half_that_has_its_end() -> None:

@@ -66,7 +66,7 @@ def test_each_domain_answers_once_in_the_plan_s_slots() -> None:
     group = Group((10, 10, 20, 20))
     result = RankExecutor(group, LAYOUT, slots=3).execute(PLAN)
     assert [(run.slot, run.tokens) for run in result.runs] == [(1, (10,)), (4, (20,))]
-    assert result.step == 3 and result.seconds == 3.5  # the slowest's
+    assert result.step == 3 and result.rank_digest and result.seconds == 3.5  # the slowest's
     (method, (sent,)), then = group.calls
     assert method == "submit" and msgspec.msgpack.decode(sent, type=StepPlan) == PLAN
     assert then == ("collect", ())
@@ -75,6 +75,8 @@ def test_each_domain_answers_once_in_the_plan_s_slots() -> None:
     for _ in range(2):
         executor.execute(PLAN)
         assert executor.draws == {"likeliest": 1 + 3}  # of who leads, not added up over steps
+    other = RankExecutor(Group((10, 10, 21, 21)), LAYOUT, slots=3).execute(PLAN)
+    assert other.rank_digest != result.rank_digest
 
 
 def test_a_group_is_no_device_that_decides_for_itself() -> None:

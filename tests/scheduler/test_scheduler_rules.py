@@ -240,6 +240,17 @@ def test_idle_domains_compute_dummy_tokens() -> None:
         assert sum(bool(rank.runs) for rank in ranks) == 1
 
 
+def test_buckets_pad_every_rank() -> None:
+    one = world_of(domains=2, buckets={Phase.DECODE: (2, 4)})
+    for i in range(3):
+        one.add(request(f"r{i}", [i], 3))
+    one.run()
+    decodes = [s for plan in one.plans for s in plan.segments if s.phase is Phase.DECODE]
+    assert decodes[0].bucket == 2
+    for segment in decodes:
+        assert all(len(r.runs) + r.padding == segment.bucket for r in segment.ranks)
+
+
 def test_requests_spread_over_domains_and_follow_their_prefix() -> None:
     one = world_of(domains=2)
     stem = list(range(40))

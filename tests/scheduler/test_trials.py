@@ -37,7 +37,7 @@ def step(world: World, lacks: Lacks, rng: random.Random) -> bool:
         return False
     # A device takes in the plan's diff before it allocates anything.
     device._execute(StepPlan(plan.step, (), plan.new, plan.pages, released=plan.released))
-    rest = StepPlan(plan.step, plan.segments, moves=plan.moves)
+    rest = StepPlan(plan.step, plan.segments, (), (), plan.copies, plan.moves)
     if scheduler.trials.wanted is not None:  # a trial is about its members alone
         assert set(names_in(world, plan)) <= set(scheduler.trials.wanted)
     if lacks(plan, names_in(world, plan)):

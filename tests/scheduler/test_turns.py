@@ -45,7 +45,7 @@ class LateDevice:
         self._device._execute(diff)
         if self._lacks(plan):
             raise MemoryError
-        self._device.submit(StepPlan(plan.step, plan.segments, moves=plan.moves))
+        self._device.submit(StepPlan(plan.step, plan.segments, (), (), plan.copies, plan.moves))
         self.deepest = max(self.deepest, len(self._device._open))
         self.unread = self._slow(plan)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metainfer.core.errors import InternalError
-from metainfer.core.step import StateMove
+from metainfer.core.step import PageCopy, StateMove
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.spec import GroupKind, GroupSpec
 from metainfer.kv.store.entries import EntryPages, StateRows
@@ -52,6 +52,10 @@ class Pool(Protocol):
         """What the `row`-th layer of the group reads and writes."""
         ...
 
+    def copy(self, move: PageCopy) -> None:
+        """Copy one page over all layers."""
+        ...
+
     def move(self, move: StateMove) -> None:
         """Save, load or clear one slot over all layers."""
         ...
@@ -72,6 +76,10 @@ class PairPool:
 
     def view(self, row: int) -> PagedLayerCache:
         return PagedLayerCache(self._group, self.k[row], self.v[row], self._parts)
+
+    def copy(self, move: PageCopy) -> None:
+        self.k[:, move.target] = self.k[:, move.source]
+        self.v[:, move.target] = self.v[:, move.source]
 
     def move(self, move: StateMove) -> None:
         raise InternalError(f"group {self._group} is paged, the plan moves its state")
@@ -95,6 +103,9 @@ class EntryPool:
     def view(self, row: int) -> EntryPages:
         spec = self._spec
         return EntryPages(spec.index, self.data[row], spec.form, spec.rank_entries, spec.shards)
+
+    def copy(self, move: PageCopy) -> None:
+        self.data[:, move.target] = self.data[:, move.source]
 
     def move(self, move: StateMove) -> None:
         raise InternalError(f"group {self._spec.name} is paged, the plan moves its state")
@@ -122,6 +133,9 @@ class RowPool:
 
     def view(self, row: int) -> StateRows:
         return StateRows(self._spec.index, self.data[row])
+
+    def copy(self, move: PageCopy) -> None:
+        raise InternalError(f"group {self._spec.name} has no pages, the plan copies one")
 
     def move(self, move: StateMove) -> None:
         line = self.data[:, move.slot - move.domain * self._slots]
@@ -156,6 +170,10 @@ class KVStore:
             for row, layer in enumerate(group.layers):
                 by_layer.setdefault(layer, {})[group.cache] = pool.view(row)
         self.layers: list[Mapping[str, LayerView]] = [by_layer[layer] for layer in sorted(by_layer)]
+
+    def copy_pages(self, moves: Sequence[PageCopy]) -> None:
+        for move in moves:
+            self.pools[move.group].copy(move)
 
     def move_states(self, moves: Sequence[StateMove]) -> None:
         for move in moves:

@@ -22,6 +22,7 @@ from torch import Tensor
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.peers import SINGLE, Ranks
 from metainfer.comm.side import IN_ORDER, Done, Pending, Side
+from metainfer.core.step import ALL_LAYERS
 from metainfer.kernels.table import PhaseOps
 from metainfer.models.common.dealt import Dealt
 from metainfer.models.common.ends import Ends
@@ -103,21 +104,24 @@ class DeepSeekV4Model:
         inputs: SegmentInputs,
         caches: Sequence[Caches],
         ops: PhaseOps,
+        stop_layer: int = ALL_LAYERS,
     ) -> Hidden:
-        """Run the layers, then collapse the streams and norm."""
-        return alone(self.lane(inputs, caches, ops))
+        """Run the layers below `stop_layer`, then collapse the streams and norm."""
+        return alone(self.lane(inputs, caches, ops, stop_layer))
 
     def lane(
         self,
         inputs: SegmentInputs,
         caches: Sequence[Caches],
         ops: PhaseOps,
+        stop_layer: int = ALL_LAYERS,
     ) -> Lane[Hidden]:
         """`forward` as a lane."""
         arch = self.arch
+        last = len(self.layers) if stop_layer == ALL_LAYERS else stop_layer
         x = self.ends.words(inputs.ids, ops)  # [T, D]
         streams = x.unsqueeze(1).repeat(1, arch.streams, 1)  # [T, N, D]
-        streams = yield from self.run(self.layers, caches, streams, inputs, ops)
+        streams = yield from self.run(self.layers[:last], caches, streams, inputs, ops)
         x = ops.hyper_head(streams, *self.collapse, norm_eps=arch.norm_eps, eps=arch.hyper_eps)
         return Hidden(ops.rmsnorm(x, self.norm, arch.norm_eps), streams)
 

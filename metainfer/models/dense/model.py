@@ -18,6 +18,7 @@ import torch
 from metainfer.comm.exact import canonical_sum
 from metainfer.comm.peers import SINGLE, Ranks
 from metainfer.comm.side import Done, Pending
+from metainfer.core.step import ALL_LAYERS
 from metainfer.kernels.table import PhaseOps
 from metainfer.kv.store.pools import PagedLayerCache
 from metainfer.models.common.dealt import Dealt
@@ -107,21 +108,27 @@ class DenseModel:
         inputs: SegmentInputs,
         caches: Sequence[Mapping[str, Any]],
         ops: PhaseOps,
+        stop_layer: int = ALL_LAYERS,
     ) -> torch.Tensor:
-        """The normed hidden states [T, H]."""
-        return alone(self.lane(inputs, caches, ops))
+        """Run the layers below `stop_layer`; returns the normed hidden states [T, H].
+
+        With `stop_layer` the norm applied last is that of the layer which was not run.
+        """
+        return alone(self.lane(inputs, caches, ops, stop_layer))
 
     def lane(
         self,
         inputs: SegmentInputs,
         caches: Sequence[Mapping[str, Any]],
         ops: PhaseOps,
+        stop_layer: int = ALL_LAYERS,
     ) -> Lane[torch.Tensor]:
         """`forward` as a lane."""
         eps = self.arch.norm_eps
+        last = len(self.layers) if stop_layer == ALL_LAYERS else stop_layer
         residual = self.ends.words(inputs.ids, ops)  # [T, H]
         x: torch.Tensor = ops.rmsnorm(residual, self._norm_of(0), eps)
-        for index in range(len(self.layers)):
+        for index in range(last):
             layers, cache = [part[index] for part in self.parts], caches[index]["kv"]
             found = [
                 self._attention(x, at, layers, cache, inputs, ops) for at in range(len(layers))
