@@ -5,44 +5,32 @@
 #define LANES 256u
 #define GROUP 8u
 
-#ifndef STORES // what a run on a card is to choose from; the first two of a row's sums are stored before its
-#define STORES 1 // lanes are added (0), while they are (1), after it (2)
-#endif
-#ifndef WEIGHTS // loaded with the residual (0), behind the packs of peers (1)
-#define WEIGHTS 1
-#endif
-#ifndef OWN // whether this rank's packs are loaded before peers are heard
-#define OWN 1
-#endif
-
 // BESIDE packs of every rank are loaded together, as many as registers allow, and computed without a
 // branch between them; what is not there is computed too, and not kept.
 #define BESIDE (MI_TOP > 4 ? 1 : 2)
 
 // One row after another of 2-byte elements, at most four packs per lane, everything in registers. What
-// does not wait for peers is there before they are: `kept` (the residual), weights and this rank's own
-// first packs (in `part`) of the first row, and where this lane's first pack lies; the others follow at
-// known distances. `inverse`: of the row's length, rounded.
+// does not wait for peers is there before they are: `kept` (the residual) and this rank's own packs, the
+// first in `part`; and, before the launch before has ended, where this lane's first pack lies; the others
+// follow at known distances. `packs`: of this lane; bytes to this row (`row`), to the end of the last, from
+// one to the next (`step`); `inverse`: of the row's length, rounded; `put`, `get`: as `sum_lanes` has them.
 struct MiRows {
     Pack kept[4], weight[4], part[BESIDE][MI_TOP];
     mi_u64 from[MI_TOP], to, residual, normed, weights, put, get;
-    mi_u32 own, lane, group, packs, row, end, step; // packs of this lane; bytes to this row, to the last's
-                                                    // end, to the next
+    mi_u32 own, lane, group, packs, row, end, step;
     float hidden, inverse;
 };
 
 // Sum over the 256 lanes of a group of threads: halves are added pairwise. Every warp adds all of them, so
 // that the group meets once; rows take turns with the room, for one of it may still be read. `put`, `get`:
-// the place of this lane there and of its number in its warp. `beside`: what
-// else there is to do while the last five sums wait for each other.
-#define TURN (2 * 8 * LANES) // bytes of the room of one turn: two groups of lanes, 8 bytes each
+// the place of this lane there, and of the first whose number in its warp is this one's.
+#define TURN (2 * 8 * LANES) // bytes of one turn: two groups of lanes, 8 bytes each
 __device__ __forceinline__ mi_u64 room_of(mi_u32 group) {
     __shared__ double room[2][2][LANES];
     return shared_at(room) + group * 8 * LANES;
 }
-template <typename Wide, typename Beside>
-__device__ __forceinline__ Wide sum_lanes(Wide mine, mi_u64 put, mi_u64 get, mi_u32 group,
-                                          Beside beside) {
+template <typename Wide>
+__device__ __forceinline__ Wide sum_lanes(Wide mine, mi_u64 put, mi_u64 get, mi_u32 group) {
     put_shared(put, mine);
     sync_group(group);
     // 256 -> 128 -> 64 -> 32, each lane the same additions as a tree over all lanes.
@@ -55,11 +43,8 @@ __device__ __forceinline__ Wide sum_lanes(Wide mine, mi_u64 put, mi_u64 get, mi_
         for (mi_u32 k = 0; k < half; k++) a[k] = add(a[k], a[k + half]);
     mine = a[0];
 #pragma unroll
-    for (int n = 0; n < 5; n++) {
-        beside(n, mine);
-        const Wide other = __shfl_xor_sync(0xffffffffu, mine, 16 >> n);
-        mine = add(mine, other);
-    }
+    for (int step = 16; step; step /= 2)
+        mine = add(mine, __shfl_xor_sync(0xffffffffu, mine, step));
     return mine;
 }
 
@@ -77,25 +62,22 @@ __device__ __forceinline__ float scale_soon(const MiCall *call, const MiRows *r,
 
 #define PACK_STEP (LANES * 16u)
 
-// Whether p is this rank, whose packs are there early; said so that the compiler does not take the one for
-// the other as an index, nor asks for the constant when it is waited for.
-__device__ __forceinline__ bool is_own(const MiRows *r, mi_u32 p) {
-    return OWN && MI_TOP <= 4 && (r->own & 1u << p) != 0;
+// Whether p is this rank and its packs are there early, which takes registers; said so that the compiler
+// does not take the one for the other as an index, nor asks for the constant when it is waited for.
+__device__ __forceinline__ bool is_own(const MiCall *call, const MiRows *r, mi_u32 p) {
+    return MI_TOP <= 4 && mi_type(call) == MI_BF16 && (r->own & 1u << p) != 0;
 }
 
 // What is there of the next row before its peers are.
-__device__ __forceinline__ void load_row(MiRows *r) {
+__device__ __forceinline__ void load_row(const MiCall *call, MiRows *r) {
 #pragma unroll
     for (mi_u32 k = 0; k < 4; k++)
         if (k < r->packs) r->kept[k] = load_pack(r->residual + k * PACK_STEP);
 #pragma unroll
-    for (mi_u32 k = 0; k < 4; k++)
-        if (!WEIGHTS && k < r->packs) r->weight[k] = load_pack(r->weights + k * PACK_STEP);
-#pragma unroll
     for (mi_u32 k = 0; k < BESIDE; k++)
 #pragma unroll
         for (mi_u32 p = 0; p < MI_TOP; p++)
-            if (k < r->packs && is_own(r, p))
+            if (k < r->packs && is_own(call, r, p))
                 r->part[k][p] = load_pack(r->from[p] + k * PACK_STEP);
 }
 
@@ -108,30 +90,30 @@ __device__ __forceinline__ int plan_rows(const MiCall *call, mi_u32 begin, mi_u3
     if (call->hidden % GROUP || packs > 4 * LANES || (all & 15)) return 0;
     r->row = group * call->hidden * 2;
     r->end = (end - begin) * 2;
+    r->step = MI_THREADS / LANES * call->hidden * 2;
     r->packs = r->row < r->end && lane < packs ? (packs - lane + LANES - 1) / LANES : 0;
     const mi_u64 at = begin * 2ull + r->row + lane * 16;
     r->to = call->out + at;
     r->residual = call->residual + at;
     r->normed = call->normed + at;
-    r->inverse = __frcp_rn((float)call->hidden);
-    MI_NOW(r->to);
-    MI_NOW(r->residual);
-    MI_NOW(r->normed);
     r->weights = call->weight + lane * 16;
     r->put = room_of(group) + lane * 4;
     r->get = room_of(group) + lane % 32 * 4;
-    r->step = MI_THREADS / LANES * call->hidden * 2;
     r->hidden = (float)call->hidden;
+    r->inverse = __frcp_rn(r->hidden);
     r->own = lane << 8 | 1u << call->rank;
+    MI_NOW(r->to);
+    MI_NOW(r->residual);
+    MI_NOW(r->normed);
     MI_NOW(r->weights);
     MI_NOW(r->put);
     MI_NOW(r->get);
-    now(&r->step);
-    now(&r->hidden);
-    now(&r->own);
-    now(&r->inverse);
-    now(&r->packs);
     now(&r->row);
+    now(&r->step);
+    now(&r->packs);
+    now(&r->own);
+    now(&r->hidden);
+    now(&r->inverse);
     now(&lane);
     now(&group);
     r->lane = lane, r->group = group;
@@ -149,7 +131,7 @@ __device__ __forceinline__ int start_rows(const MiCall *call, const mi_u64 *from
         r->from[p] = from[p] + r->row + r->lane * 16;
         MI_NOW(r->from[p]);
     }
-    load_row(r);
+    load_row(call, r);
     return 1;
 }
 
@@ -167,7 +149,6 @@ template <int Type> __device__ __forceinline__ void finish_rows(const MiCall *ca
     typedef Values<Type> V;
     for (mi_u32 turn = 0; r->row < r->end; turn++) {
         float square = 0;
-        Pack first[BESIDE]; // sums that are stored where there is time for it
 #pragma unroll
         for (mi_u32 some = 0; some < 4; some += BESIDE) {
             if (some >= r->packs) break;
@@ -175,11 +156,11 @@ template <int Type> __device__ __forceinline__ void finish_rows(const MiCall *ca
             for (mi_u32 k = 0; k < BESIDE; k++)
 #pragma unroll
                 for (mi_u32 p = 0; p < MI_TOP; p++)
-                    if (p < mi_world(call) && some + k < r->packs && (some || !is_own(r, p)))
+                    if (p < mi_world(call) && some + k < r->packs && (some || !is_own(call, r, p)))
                         r->part[k][p] = load_pack(r->from[p] + (some + k) * PACK_STEP);
 #pragma unroll
             for (mi_u32 k = 0; k < 4; k++) // behind what is waited for
-                if (WEIGHTS && !some && k < r->packs) r->weight[k] = load_pack(r->weights + k * PACK_STEP);
+                if (!some && k < r->packs) r->weight[k] = load_pack(r->weights + k * PACK_STEP);
 #pragma unroll
             for (mi_u32 k = some; k < some + BESIDE; k++) {
                 const Pack y = add_packs<Type>(call, r->part[k - some]), sum = V::added(y, r->kept[k]);
@@ -189,34 +170,15 @@ template <int Type> __device__ __forceinline__ void finish_rows(const MiCall *ca
                 for (int i = 0; i < (int)GROUP; i++)
                     more = k || i ? add(more, mul(x[i], x[i])) : mul(x[i], x[i]);
                 now(&more);
-                if (k < BESIDE) first[k] = y;
                 if (k < r->packs) {
                     square = more;
-                    if (STORES == 0 || k >= BESIDE) {
-                        store_pack(r->to + k * PACK_STEP, y);
-                        store_pack(r->residual + k * PACK_STEP, sum);
-                    }
+                    store_pack(r->to + k * PACK_STEP, y);
+                    store_pack(r->residual + k * PACK_STEP, sum);
                 }
                 r->kept[k] = sum;
             }
         }
-        const auto store = [&](int n, mi_u32 later) {
-            const mi_u32 k = n / 2;
-            if (k >= BESIDE || k >= r->packs) return;
-            if (n % 2)
-                store_pack(r->residual + k * PACK_STEP + later, r->kept[k]);
-            else
-                store_pack(r->to + k * PACK_STEP + later, first[k]);
-        };
-        const float squares =
-            sum_lanes(square, r->put, r->get, r->group, [&](int n, float other) {
-                const mi_u32 later = float_bits(other) & call->dry;
-                if (STORES == 1 && n) store(n - 1, 0);
-                if (STORES == 3 && n) store(n - 1, later);
-            });
-        if (STORES == 2)
-            for (int n = 0; n < 4; n++) store(n, float_bits(squares) & call->dry);
-        const float scale = scale_soon(call, r, squares);
+        const float scale = scale_soon(call, r, sum_lanes(square, r->put, r->get, r->group));
         bool nan = false;
 #pragma unroll
         for (mi_u32 k = 0; k < 4; k++) {
@@ -245,7 +207,7 @@ template <int Type> __device__ __forceinline__ void finish_rows(const MiCall *ca
         for (mi_u32 p = 0; p < MI_TOP; p++) r->from[p] += r->step;
         const mi_u64 other = turn & 1 ? 0ull - TURN : TURN;
         r->put += other, r->get += other;
-        load_row(r);
+        load_row(call, r);
     }
 }
 
@@ -272,7 +234,7 @@ __device__ __forceinline__ void rows(const MiCall *call, mi_u64 begin, mi_u64 en
         const mi_u64 room = room_of(group) + (turn++ & 1) * TURN;
         const mi_u64 put = room + lane * (mi_u32)sizeof(Wide);
         const mi_u64 get = room + lane % 32 * (mi_u32)sizeof(Wide);
-        const Wide scale = scale_of(call, sum_lanes(square, put, get, group, [](int, Wide) {}));
+        const Wide scale = scale_of(call, sum_lanes(square, put, get, group));
         for (mi_u32 j = lane * GROUP; j < call->hidden; j += LANES * GROUP)
             for (mi_u32 i = j; i < j + GROUP && i < call->hidden; i++)
                 normed[row + i] =
