@@ -18,6 +18,9 @@ from metainfer.core.errors import UserError
 LIMIT = 1 << 22
 """Bytes of the longest line."""
 
+SEE_LOG = "The server's log says why."
+"""The remedy where an answer did not come, or not whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -37,7 +40,9 @@ class Server:
         status, lines = await self._send("GET", path, None)
         body = "\n".join([line.decode() async for line in lines])
         if status != 200:
-            raise UserError(f"GET {path} answered {status}: {_cause(body)}", code="bad_answer")
+            raise UserError(
+                f"GET {path} answered {status}: {_cause(body)}", SEE_LOG, code="bad_answer"
+            )
         return body
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -49,7 +54,9 @@ class Server:
         status, lines = await self._send("POST", path, json.dumps(body).encode())
         if status != 200:
             text = "\n".join([line.decode() async for line in lines])
-            raise UserError(f"POST {path} answered {status}: {_cause(text)}", code="bad_answer")
+            raise UserError(
+                f"POST {path} answered {status}: {_cause(text)}", SEE_LOG, code="bad_answer"
+            )
         async for line in lines:
             if not line.startswith(b"data:"):
                 continue
@@ -58,9 +65,11 @@ class Server:
                 return
             event: dict[str, Any] = json.loads(data)
             if "error" in event:
-                raise UserError(f"the stream ended: {_cause(data.decode())}", code="bad_answer")
+                raise UserError(
+                    f"the stream ended: {_cause(data.decode())}", SEE_LOG, code="bad_answer"
+                )
             yield event
-        raise UserError("the stream broke off.", code="bad_answer")
+        raise UserError("the stream broke off.", SEE_LOG, code="bad_answer")
 
     async def _send(
         self, method: str, path: str, body: bytes | None
@@ -138,5 +147,7 @@ def server_at(url: str, key: str | None = None) -> Server:
     except ValueError:
         port = 0
     if parts.scheme != "http" or not parts.hostname or not port:
-        raise UserError(f"{url!r} is no http://HOST:PORT.", code="bad_usage")
+        raise UserError(
+            f"{url!r} is no URL of a server.", "Write http://HOST:PORT.", code="bad_usage"
+        )
     return Server(parts.hostname, port, parts.path.rstrip("/"), key)

@@ -118,7 +118,10 @@ class _Ladder:
         rungs = [rung for rung in every if not rung.absent]
         if not rungs:
             why = "; ".join(f"{rung.name}: {rung.absent}" for rung in every)
-            raise UsageError(f"no rung of the day-0 profile stands here ({why}).")
+            raise UsageError(
+                f"no rung of the day-0 profile stands here ({why}).",
+                "Take a model and a machine on which one of its measures works.",
+            )
         rows: list[dict[str, Any]] = [
             {"rung": rung.name, "stock": rung.stock, "held": _held(rung)} for rung in rungs
         ]
@@ -159,7 +162,10 @@ class _Ladder:
         kind = machine.facts.device.kind
         if kind not in DAY_0:
             known = ", ".join(DAY_0)
-            raise UsageError(f"no day-0 profile is described for {kind}, only for {known}.")
+            raise UsageError(
+                f"no day-0 profile is described for {kind}, only for {known}.",
+                "Measure one engine with bench offline instead.",
+            )
         return resolved.plan, climbable(DAY_0[kind], resolved.plan)
 
     def start(self, held: Sequence[Rung]) -> EngineSide:

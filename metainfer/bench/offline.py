@@ -120,7 +120,10 @@ class EngineSide:
                 if output.tokens:
                     waiting.discard(output.request_id)
                 if output.cached_tokens:
-                    raise RefusedError("a benchmark prompt was found in the prefix cache.")
+                    raise RefusedError(
+                        "a benchmark prompt was found in the prefix cache.",
+                        "Pass --no-prefix-cache, or another --seed.",
+                    )
 
     def decode(self, steps: int) -> None:
         """Let every sequence that runs make `steps` tokens more.

@@ -46,7 +46,11 @@ def _port(process: subprocess.Popen[bytes]) -> int:
     """Of the one document that a server prints: once it is ready, or why it never will be."""
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], START_S)[0]:
-        raise UserError(f"the server was not ready within {START_S:.0f} s.", code="server_slow")
+        raise UserError(
+            f"the server was not ready within {START_S:.0f} s.",
+            "Its lines above say in which phase it was.",
+            code="server_slow",
+        )
     line = process.stdout.readline()
     told = json.loads(line) if line else {}
     if "url" not in told:

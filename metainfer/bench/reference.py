@@ -44,7 +44,10 @@ def transformers_model(opened: OpenedModel, dtype: torch.dtype = torch.float32) 
     _make_rotary_buffers(model, config)
     left = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if left:
-        raise UserError(f"transformers expects tensors that the checkpoint lacks: {left[:3]}.")
+        raise UserError(
+            f"transformers expects tensors that the checkpoint lacks: {left[:3]}.",
+            "Leave --against out, or take a version of transformers that knows this model.",
+        )
     return model.to(dtype).eval()
 
 

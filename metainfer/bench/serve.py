@@ -64,7 +64,11 @@ async def counters(server: Server) -> Counters:
     page = await server.get("/metrics")
     values = {name: float(value) for name, value in _SAMPLE.findall(page)}
     if "metainfer_requests_running" not in values:
-        raise UserError("the server's /metrics is not this project's.", code="bad_answer")
+        raise UserError(
+            "the server's /metrics is not this project's.",
+            "Measure another engine with its own tools: what it cached would not be known.",
+            code="bad_answer",
+        )
     return Counters(values)
 
 

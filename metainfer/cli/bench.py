@@ -101,7 +101,9 @@ def serve(
     if (model is None) == (url is None):
         raise UsageError("Either a model or --url is needed, not both.", "Pass one.")
     if repeats < 1 or warm_up < 0:
-        raise UsageError("--repeats is at least 1, --warm-up at least 0.")
+        raise UsageError(
+            f"--repeats is {repeats}, --warm-up {warm_up}.", "Pass at least 1, and at least 0."
+        )
     options = ServeOptions(workload=workload, seed=seed, repeats=repeats, warm_up=warm_up)
     if url is not None:
         if engine != NO_FLAGS:
@@ -132,7 +134,7 @@ def calibrate(
     from metainfer.bench.own_server import own_server
 
     if repeats < 1:
-        raise UsageError("--repeats is at least 1.")
+        raise UsageError(f"--repeats is {repeats}.", "Pass at least 1.")
     options = CalibrateOptions(repeats=repeats, seed=seed, keep=not dry_run)
     words = [model, *given(engine)]
     document = run(engine.intent(model), options, _log, lambda: own_server(words, _log))
@@ -174,10 +176,11 @@ def ladder(
 
     if repeats < 2 or output_tokens < 2 or prompt_tokens < 1 or not batch or min(batch) < 1:
         raise UsageError(
-            "--repeats and --output-tokens are at least 2, --prompt-tokens and --batch at least 1."
+            "nothing can be timed in so little.",
+            "--repeats and --output-tokens are at least 2, --prompt-tokens and --batch at least 1.",
         )
     if prefill_tokens < 0:
-        raise UsageError("--prefill-tokens is at least 0, which skips its row.")
+        raise UsageError(f"--prefill-tokens is {prefill_tokens}.", "Pass 0 to skip its row.")
     if picture is not None and not picture.parent.is_dir():
         raise UsageError(f"{picture.parent} is not a folder.", "Make it, or name another.")
     options = climbing.LadderOptions(

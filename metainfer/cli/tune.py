@@ -42,7 +42,7 @@ def capacity(
     from metainfer.bench.capacity import CapacityOptions, run
 
     if not seconds > 0:
-        raise UsageError("--seconds must be above zero.")
+        raise UsageError(f"--seconds is {seconds:g}.", "Pass a number above zero.")
     options = CapacityOptions(seconds=seconds, seed=seed, keep=not dry_run)
     document = run(engine.intent(model), options, _log)
     return Result(document, capacity_text(document))
@@ -71,7 +71,7 @@ def kernels(
     from metainfer.bench.kernels import KernelOptions, run
 
     if rounds < 3:
-        raise UsageError("--rounds must be at least 3: a median needs a spread.")
+        raise UsageError(f"--rounds is {rounds}.", "Pass at least 3: a median needs a spread.")
     options = KernelOptions(rounds=rounds, seed=seed, keep=not dry_run, ops=only)
     document = run(engine.intent(model), options, _log)
     return Result(document, kernels_text(document))
@@ -137,7 +137,7 @@ def comm(
     from metainfer.bench.collectives import CollectivesOptions, run
 
     if not seconds > 0:
-        raise UsageError("--seconds must be above zero.")
+        raise UsageError(f"--seconds is {seconds:g}.", "Pass a number above zero.")
     options = CollectivesOptions(seconds=seconds, keep=not dry_run)
     document = run(engine.intent(model), options, _log)
     return Result(document, comm_text(document))

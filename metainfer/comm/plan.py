@@ -93,7 +93,11 @@ def choose(
     """
     wrong = request.check()
     if not wrong.accepted:
-        raise RefusedError(f"{request.name} cannot be planned.", reasons=wrong.reasons)
+        raise RefusedError(
+            f"{request.name} cannot be planned.",
+            "This is a defect of its caller; report it.",
+            reasons=wrong.reasons,
+        )
     judged = [(offer, _judge(request, offer, deterministic)) for offer in offers]
     wanted = [
         (offer, verdict) for offer, verdict in judged if forced in (AUTO, offer.backend, offer.key)

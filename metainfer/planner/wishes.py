@@ -52,7 +52,7 @@ class Wishes:
         """`given` for a positive count."""
         value = self.given(name, key, default, why, origin)
         if not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} is {value}; it must be at least 1.", code="bad_usage")
+            raise UsageError(f"{name} is {value}.", "It must be at least 1.")
         return value
 
     def dtype(self) -> str:
@@ -81,7 +81,7 @@ class Wishes:
         if running is None:
             running = self.seeds.running
         elif running < 1:
-            raise UsageError(f"concurrency is {running}; it must be at least 1.", code="bad_usage")
+            raise UsageError(f"concurrency is {running}.", "It must be at least 1.")
         seed, why, origin = self.seeds.step_tokens, "seed for this kind of device", Origin.SEED
         if refused is not None:
             why = f"seed for this kind of device: {refused:,} left too little memory"

@@ -248,6 +248,7 @@ def _from_file(path: str, vocab: int, spec: str, seed: int) -> Workload:
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise UsageError(
                 f"{path} line {number} has ids outside the vocabulary of {vocab}.",
+                "Replay it with the model that its ids are of.",
                 code="bad_workload",
             )
         last = at

@@ -183,7 +183,7 @@ def test_medians_and_half_the_range() -> None:
 
 @pytest.mark.parametrize("url", ["https://a:1", "http://", "a:8000", "http://a:x"])
 def test_a_bad_url_is_told(url: str) -> None:
-    with pytest.raises(UserError, match="no http://HOST:PORT"):
+    with pytest.raises(UserError, match=r"is no URL of a server\. Write http://HOST:PORT"):
         server_at(url)
     assert server_at("http://a:9/root/") == Server("a", 9, "/root")
 

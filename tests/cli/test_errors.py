@@ -29,7 +29,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["plan", "--model", "no-such-model-xyz"], 1, "Catalogue"),
     (["plan", "--model", "/no/such/folder"], 1, "/no/such/folder"),
     (["version", "surplus"], 2, "surplus"),
-    (["bench", "ladder", "m", "--prefill-tokens", "-5"], 2, "--prefill-tokens is at least 0"),
+    (["bench", "ladder", "m", "--prefill-tokens", "-5"], 2, "--prefill-tokens is -5. Pass 0"),
 ]
 
 

@@ -158,4 +158,8 @@ def token_ids(config: Mapping[str, object], key: str) -> tuple[int, ...]:
         return (value,)
     if isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value):
         return tuple(value)
-    raise ModelError(f"config key {key} = {value!r} is no token id.", code="bad_config")
+    raise ModelError(
+        f"config key {key} = {value!r} is no token id.",
+        "Use the publisher's config.json.",
+        code="bad_config",
+    )

@@ -175,7 +175,11 @@ def _hash_layers(reader: ConfigReader, layers: int, where: str) -> int:
 def _rope_dim(reader: ConfigReader, head_dim: int, where: str) -> int:
     part = reader.optional("partial_rotary_factor", float, 0.0)
     if not 0 <= part <= 1:  # NaN too
-        raise ModelError(f"{where} has partial_rotary_factor = {part}.", code="bad_config")
+        raise ModelError(
+            f"{where} has partial_rotary_factor = {part}.",
+            "It is a part of one: 0 to 1.",
+            code="bad_config",
+        )
     if not part:
         return reader.required("qk_rope_head_dim", int)
     width = reader.optional("qk_rope_head_dim", int, int(head_dim * part))
@@ -194,7 +198,10 @@ def _rope(reader: ConfigReader, where: str) -> tuple[float, float, Yarn | None]:
         inner.optional("rope_type", str, "")
         inner.finish()
         if main is None or compress is None:
-            raise ModelError(f"{where}'s rope_parameters need main and compress.")
+            raise ModelError(
+                f"{where}'s rope_parameters lack main or compress.",
+                "Use the publisher's config.json.",
+            )
         plain = ConfigReader(main, f"{where}'s rope_parameters.main")
         plain.only("rope_type", ("default",))
         plain.optional("partial_rotary_factor", float, 0.0)
