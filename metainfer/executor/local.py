@@ -23,9 +23,6 @@ from metainfer.core.plan import StepGraph
 from metainfer.core.request import SamplingParams
 from metainfer.core.step import (
     ALL_LAYERS,
-    NO_ADAPTER,
-    NewRequest,
-    PageGrant,
     Phase,
     RankTokens,
     RunResult,
@@ -48,9 +45,9 @@ from metainfer.executor.sampler import fail_silent, launch_draws
 from metainfer.executor.slots import OpenGrammar, SlotTable
 from metainfer.executor.static import DeviceTables
 from metainfer.executor.transfer import to_host, wait_for
-from metainfer.executor.warmup import GREEDY, WarmUp, most_mixed, named
+from metainfer.executor.warmup import GREEDY, Runs, WarmUp, most_mixed, named, step_of
 from metainfer.kernels.table import OpTable, PhaseOps
-from metainfer.kv.book.spec import GroupKind, GroupSpec
+from metainfer.kv.book.spec import GroupSpec
 from metainfer.kv.store.pools import KVStore
 from metainfer.models.common.inputs import SegmentInputs
 from metainfer.models.common.lanes import interleave
@@ -387,38 +384,22 @@ class LocalExecutor:
         propose(parts.model_drafts, hidden, inputs, rank, results, self._slots, ops)
         return lambda: results
 
-    def _warm_segment(
-        self, phase: Phase, runs: Sequence[tuple[int, int]], params: SamplingParams = GREEDY
-    ) -> None:
+    def _warm_segment(self, phase: Phase, runs: Runs, params: SamplingParams = GREEDY) -> None:
         """One segment of (start, length) runs whose pages are all page 0, which nobody owns."""
         parts = self._parts
-        slots = range(len(runs))
-        count = parts.adapters
-        places = [slot % count if count else NO_ADAPTER for slot in slots]
-        verify = phase is Phase.VERIFY
-        proposals = parts.drafts if parts.model_drafts is not None else 0
-        proposals = min(proposals, parts.max_context - max(sum(run) for run in runs))
-        new = tuple(
-            NewRequest("warm", slot, 0, (0,) * length, length, 0, params, adapter=place)
-            for slot, (_, length), place in zip(slots, runs, places, strict=True)
+        prompts = parts.prompts if phase is Phase.CHUNK else None
+        plan = step_of(
+            phase,
+            runs,
+            params,
+            groups=parts.groups,
+            max_context=parts.max_context,
+            adapters=parts.adapters,
+            proposals=parts.drafts if parts.model_drafts is not None else 0,
+            lists=prompts.domains if prompts is not None else 1,
         )
-        pages = tuple(
-            PageGrant(slot, group.index, 0, (0,) * group.pages_for(start + length + proposals))
-            for slot, (start, length) in zip(slots, runs, strict=True)
-            for group in parts.groups
-            if group.kind is not GroupKind.STATE
-        )
-        tokens = tuple(
-            TokenRun(slot, start, (0,) * length, 1 + drafts, drafts, True, proposals)
-            for slot, (start, length) in zip(slots, runs, strict=True)
-            for drafts in (length - 1 if verify else 0,)
-        )
-        ranks: tuple[RankTokens, ...] = (RankTokens(tokens),)
-        if parts.prompts is not None and phase is Phase.CHUNK:
-            ranks *= parts.prompts.domains
-        segment = Segment(phase, "warm", ranks)
-        self.execute(StepPlan(0, (segment,), new, pages))
-        self._slots.apply(StepPlan(0, (), released=tuple(slots)))
+        self.execute(plan)
+        self._slots.apply(StepPlan(0, (), released=tuple(run.slot for run in plan.new)))
 
 
 def _long(segment: Segment, least: int) -> bool:

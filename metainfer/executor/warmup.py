@@ -7,11 +7,21 @@ smaller steps fit into the largest's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from metainfer.core.request import SamplingParams
-from metainfer.core.step import Phase
+from metainfer.core.step import (
+    NO_ADAPTER,
+    NewRequest,
+    PageGrant,
+    Phase,
+    RankTokens,
+    Segment,
+    StepPlan,
+    TokenRun,
+)
+from metainfer.kv.book.spec import GroupKind, GroupSpec
 
 CPU_LIMIT_TOKENS = 16
 SIZES = (24, 64, 128, 512, 1024)
@@ -103,6 +113,42 @@ class WarmUp:
 
     def _at_end(self, tokens: int, context: int | None = None) -> tuple[int, int]:
         return (context or self.max_context) - tokens, tokens
+
+
+def step_of(
+    phase: Phase,
+    runs: Runs,
+    params: SamplingParams,
+    *,
+    groups: Sequence[GroupSpec],
+    max_context: int,
+    adapters: int,
+    proposals: int,
+    lists: int,
+) -> StepPlan:
+    """A step of one segment of `runs`, each a request of its own whose pages are all page 0, which
+    nobody owns. Requests go through the `adapters` in turn; `proposals`: most that a model drafts
+    behind a run; `lists`: domains that share the rows, each of which is given all of them.
+    """
+    slots = range(len(runs))
+    proposals = min(proposals, max_context - max(sum(run) for run in runs))
+    new = tuple(
+        NewRequest("warm", slot, 0, (0,) * length, length, 0, params, adapter=place)
+        for slot, (_, length) in zip(slots, runs, strict=True)
+        for place in (slot % adapters if adapters else NO_ADAPTER,)
+    )
+    pages = tuple(
+        PageGrant(slot, group.index, 0, (0,) * group.pages_for(start + length + proposals))
+        for slot, (start, length) in zip(slots, runs, strict=True)
+        for group in groups
+        if group.kind is not GroupKind.STATE
+    )
+    tokens = tuple(
+        TokenRun(slot, start, (0,) * length, 1 + drafts, drafts, True, proposals)
+        for slot, (start, length) in zip(slots, runs, strict=True)
+        for drafts in (length - 1 if phase is Phase.VERIFY else 0,)
+    )
+    return StepPlan(0, (Segment(phase, "warm", (RankTokens(tokens),) * lists),), new, pages)
 
 
 def most_mixed(prefill_from: int, slots: int, drafts: int, step_tokens: int) -> int:

@@ -272,6 +272,7 @@ class Scheduler:
         prompts, decodes, count = [], 0, 0
         few = 1 + self.config.max_drafts
         for seq in domain.running:
+            # `seq.due` spelled out, here and in `_plan`: they look at every sequence in every step.
             due = (seq.known if seq.known < seq.stop_at else seq.stop_at) - seq.planned
             if due > few:
                 prompts.append(seq)
@@ -304,6 +305,7 @@ class Scheduler:
                 continue
             account = seq.account
             assert account is not None
+            # A decode whose page is there, off the grid of saved states: all that `_run` would do.
             if due == 1 and fast and seq.prompt_len <= start < account.covered and start % grid:
                 token = PENDING if start == len(seq.tokens) else seq.tokens[start]
                 seq.planned = start + 1
