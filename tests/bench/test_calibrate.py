@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from metainfer.bench import path
+from metainfer.bench import calibrate, path
 from metainfer.bench.calibrate import CalibrateOptions, Load, _loads, run
 from metainfer.bench.client import Server
 from metainfer.core.errors import UserError
@@ -49,6 +49,7 @@ def test_a_calibration_is_measured_kept_and_used(
         return path.Path(0.25, 0.125)
 
     monkeypatch.setattr(path, "measure", added)
+    monkeypatch.setattr(calibrate, "launch_seconds", {"cpu": 1e-9}.__getitem__)  # by the device
     found = run(INTENT, CalibrateOptions(repeats=1), lambda text: None, server)
     rows: Any = found["samples"]
     assert {row["phase"] for row in rows} == {"chunk", "decode", "mixed"}
@@ -65,6 +66,7 @@ def test_a_calibration_is_measured_kept_and_used(
     kept = after.chosen.calibration
     assert kept is not None and kept.to_json() == found["calibration"]
     assert kept.origin.startswith("bench calibrate, ")
+    assert {each.launch_s for each in kept.phases.values()} == {1e-9}
     assert begun == ["up", "nowhere 4", "down"]
     assert (kept.request_s, kept.token_s) == (0.25, 0.125)
 

@@ -317,6 +317,10 @@ def test_halves_are_judged_at_the_shortest_chunk_that_is_cut() -> None:
     (told,) = (each for each in found.plan.decisions if each.key == "halves")
     captured = max(each.tokens for each in found.plan.graphs if each.phase == "chunk")
     assert told.losers[0].reasons[0].data["tokens"] == captured + 1
+    for chunk, codes in ((8192, ["launches"]), (4096, [])):  # no chunk is that long
+        wish = Intent(model=V4, context=8192, parallel="cp2/tp2", halves=8192, chunk_tokens=chunk)
+        short = describe("2x-h200-nop2p").resolve(open_model(V4), wish)
+        assert said(short, "halves") == (8192, Origin.FLAG, codes)
     unknown = describe("8x-rtx-pro-6000d").resolve(
         open_model(V4), Intent(model=V4, context=8192, parallel="tp8", halves=64)
     )

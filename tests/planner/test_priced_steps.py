@@ -11,7 +11,7 @@ import pytest
 
 from metainfer.core.intent import Intent
 from metainfer.core.plan import StepGraph
-from metainfer.core.step import Phase
+from metainfer.core.step import Phase, RankTokens, Segment, TokenRun
 from metainfer.engine.elsewhere import describe
 from metainfer.planner.amounts import Amounts
 from metainfer.planner.bound import Bound, bound
@@ -44,6 +44,15 @@ def test_a_step_by_hand() -> None:
     assert PRICE(Phase.CHUNK, replace(eager, gain=1.25)) == pytest.approx(500 * 9e-5)
     assert Bound(1e12, None)(Phase.DECODE, amounts) == pytest.approx(0.01 + 0.003)
     assert replace(PRICE, slower=2.0)(Phase.DECODE, amounts) == pytest.approx(2 * busy + 0.006)
+
+
+def test_where_calls_are_what_is_computed_launches_cost_nothing() -> None:
+    """On a CPU no step is replayed, and a kernel is a call that returns when it is done."""
+    host = describe("cpu").facts
+    host = replace(host, host=replace(host.host, read_bytes_s=1e10))
+    here, card = bound(host, "float32"), bound(describe("1x-h200").facts, "bfloat16")
+    assert here is not None and card is not None
+    assert (here.launch_s, here.kernel_s) == (0, 0) and card.launch_s == LAUNCH_S > card.kernel_s
 
 
 def planned(**wishes: Any) -> Resolved:
@@ -187,6 +196,10 @@ def test_short_chunks_of_a_pair_wait_for_their_host_where_no_graph_holds_them() 
     assert price(Phase.CHUNK, replace(chunk, launches=0)) < 0.75 * launched
     captured = recorded.costs(recorded.MACHINE, 12, "cp2/tp2")
     assert not captured.prefill(2048, 2048).launches and captured.prefill(2049, 2049).launches
+    run = [TokenRun(0, 0, tuple(range(200)), 1), TokenRun(1, 900, (1,), 1)]
+    for phase, eager in ((Phase.CHUNK, True), (Phase.MIXED, False)):  # of the first part, no graph
+        segment = Segment(phase, "cp2/tp2", (RankTokens(tuple(run)),))
+        assert bool(captured.segment(segment).launches) is eager
 
 
 def test_halves_gain_what_was_measured_from_there_on() -> None:
@@ -203,6 +216,9 @@ def test_halves_gain_what_was_measured_from_there_on() -> None:
     told = recorded.costs(recorded.MACHINE, 12, "ep2", 1024)  # a plan reads the shipped rows
     assert told.prefill(8192, 8192).gain == 1.158 and told.prefill(8191, 8191).gain == 1.0
     assert told.prefill(1024, 1024).launches == 2 * 12 * 41 == 2 * told.prefill(99, 99).launches
+    pair = recorded.costs(recorded.MACHINE, 12, "cp2/tp2", 4096)  # its chunks, as they share rows
+    assert pair.prefill(4096, 4096).launches == 2 * pair.prefill(4095, 4095).launches > 0
+    assert not pair.prefill(2048, 2048).launches
 
 
 def test_steps_with_an_op_that_no_graph_holds_pay_their_launches() -> None:
