@@ -37,6 +37,7 @@ MODEL, RECORDED_LAYERS = "random:deepseek-v4-flash", 12
 RECORDS = Path(__file__).parent / "records"
 ONE_CARD, LONG = "2026-11-30-h200-v4-engine-zipf.json", "2026-11-30-h200-v4-long.json"
 PAIRS = (
+    "2026-11-30-2xh200-ranks-fifth.json",
     "2026-11-30-2xh200-ranks-tp2.json",
     "2026-11-30-h200-rank-of-2.json",
     "2026-11-30-2xh200-ranks-fourth.json",
