@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from metainfer.core.errors import InternalError, MetaInferError
+from metainfer.core.errors import InternalError, MetaInferError, UserError
 
 
 class GroupError(MetaInferError):
@@ -22,11 +22,23 @@ class GroupError(MetaInferError):
 
     default_code = "rank_failed"
 
-    def __init__(self, rank: int, method: str, error: BaseException | str, others: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        method: str,
+        error: BaseException | str,
+        others: int,
+        remedy: str = "",
+        code: str = "",
+    ) -> None:
         more = f" ({others} more ranks failed)" if others else ""
         shown = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        super().__init__(f"rank {rank} failed in {method}: {shown}{more}")
+        super().__init__(f"rank {rank} failed in {method}: {shown}{more}", remedy, code=code)
         self.rank = rank
+
+
+class RankRefusedError(GroupError, UserError):
+    """A rank could not start for a reason that is the user's; with its remedy and code."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import time
 import traceback
 from typing import Any
 
+from metainfer.core.errors import UserError
 from metainfer.workers import wire
 
 
@@ -69,6 +70,9 @@ def _attempt(worker: object, method: str, step: Any) -> tuple[Any, wire.Done | w
                 abort(f"{type(error).__name__}: {error}")
         about = getattr(error, "peer", None)
         kind, trace = type(error).__name__, traceback.format_exc()
+        if isinstance(error, UserError):
+            text = str(error).removesuffix(error.remedy).strip()
+            return None, wire.Raised(kind, text, trace, at, about, error.remedy, error.code)
         return None, wire.Raised(kind, str(error), trace, at, about)
 
 

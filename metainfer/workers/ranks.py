@@ -21,7 +21,7 @@ from typing import Any
 
 from metainfer.core.errors import InternalError
 from metainfer.workers import wire
-from metainfer.workers.group import GroupError, RankHealth
+from metainfer.workers.group import GroupError, RankHealth, RankRefusedError
 from metainfer.workers.process import Child, spawn_python, terminate_all
 
 START_S = 120.0
@@ -59,7 +59,8 @@ class ProcessGroup:
         `facts`: per rank, plain data. `environ` and `log`: of a rank.
 
         Raises:
-            GroupError: a rank did not come up; the others are ended first.
+            GroupError: a rank did not come up; the others are ended first. `RankRefusedError` where
+                its own reason was a `UserError`.
         """
         group = cls(secrets.token_hex(8))
         try:
@@ -180,8 +181,14 @@ class ProcessGroup:
             return results
         first = min(failures, key=lambda rank: _order(failures, rank))
         found = failures[first]
-        shown = f"{found.kind}: {found.text}" if found.kind else found.text
-        self._failure = GroupError(first, method, shown, len(failures) - 1)
+        others = len(failures) - 1
+        if found.code and method == "spawn":
+            self._failure = RankRefusedError(
+                first, method, found.text, others, found.remedy, found.code
+            )
+        else:
+            shown = f"{found.kind}: {found.text}" if found.kind else found.text
+            self._failure = GroupError(first, method, shown, others, found.remedy)
         for rank in sorted(failures, key=lambda rank: _order(failures, rank)):
             told = failures[rank]
             self._failure.add_note(f"rank {rank}: {told.trace or told.text}")

@@ -38,13 +38,16 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 class Raised(msgspec.Struct, frozen=True, tag="raised"):
     """A method failed at `at` (monotonic seconds, the same clock for all processes of a host).
-    `about`: the rank whose trouble was only heard of, None for an own cause."""
+    `about`: the rank whose trouble was only heard of, None for an own cause. `remedy` and `code` are
+    those of a `UserError`, empty of others."""
 
     kind: str
     text: str
     trace: str
     at: float
     about: int | None = None
+    remedy: str = ""
+    code: str = ""
 
 
 class RankFacts(msgspec.Struct, frozen=True):

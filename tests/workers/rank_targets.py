@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+from metainfer.core.errors import UserError
 from metainfer.workers.wire import RankFacts
 
 
@@ -17,6 +18,8 @@ class Adder:
         self.aborted = ""
         if facts.facts.get("fail_at_start") == facts.rank:
             raise ValueError(f"no room on {facts.rank}")
+        if facts.facts.get("refuse_at_start") == facts.rank:
+            raise UserError("4 B are asked for.", "Free memory.", code="no_memory")
         if facts.facts.get("die_at_start") == facts.rank:
             os.kill(os.getpid(), signal.SIGSEGV)
         if facts.facts.get("hang_at_start") == facts.rank:

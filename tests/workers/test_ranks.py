@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from processes import children, eventually
 
-from metainfer.core.errors import InternalError
+from metainfer.core.errors import InternalError, UserError
 from metainfer.workers.group import GroupError, WorkerGroup
 from metainfer.workers.ranks import ProcessGroup
 
@@ -127,6 +127,18 @@ def test_a_rank_that_does_not_come_up_ends_all(key: str, word: str) -> None:
     with pytest.raises(GroupError, match=word):
         start(facts=[{key: 1}] * 3)
     assert eventually(lambda: children() <= before)
+
+
+def test_a_reason_that_is_the_user_s_reaches_him_with_its_remedy() -> None:
+    """It said: this is a bug, report it."""
+    with pytest.raises(UserError) as caught:
+        start(facts=[{"refuse_at_start": 1}] * 3)
+    assert isinstance(caught.value, GroupError) and caught.value.rank == 1
+    assert caught.value.cause == "rank 1 failed in spawn: 4 B are asked for."
+    assert (caught.value.remedy, caught.value.code) == ("Free memory.", "no_memory")
+    with pytest.raises(GroupError) as bug:
+        start(facts=[{"fail_at_start": 1}] * 3)
+    assert not isinstance(bug.value, UserError) and bug.value.code == "rank_failed"
 
 
 def test_a_rank_that_hangs_at_its_start_ends_all() -> None:
