@@ -38,8 +38,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 class Raised(msgspec.Struct, frozen=True, tag="raised"):
     """A method failed at `at` (monotonic seconds, the same clock for all processes of a host).
-    `about`: the rank whose trouble was only heard of, None for an own cause. `remedy` and `code` are
-    those of a `UserError`, empty of others."""
+    `about`: the rank whose trouble was only heard of, None for an own cause. `remedy` and `code`
+    are those of a `UserError`, empty of others."""
 
     kind: str
     text: str
