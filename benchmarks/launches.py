@@ -66,10 +66,11 @@ def chunks(args: argparse.Namespace, layout: str) -> dict[str, Any]:
     joint = "&" if "?" in args.model else "?"
     model = f"{args.model}{joint}layers={args.layers}" if args.layers else args.model
     cuda, pair = args.platform == "cuda", "/" in layout
+    meet = "host" if cuda and layout != "single" else None
     intent = Intent(
         model=model, platform=args.platform, parallel=layout, context=2048, concurrency=4,
         chunk_tokens=CHUNK, graphs=False, prefix_cache=False, halves=0,
-        collectives="host" if cuda else None, prefill_from=0 if pair else None,
+        collectives=meet, prefill_from=0 if pair else None,
     )  # fmt: skip
     engine, begin = Engine(intent), time.monotonic()
     engine.start()

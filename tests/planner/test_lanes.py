@@ -335,6 +335,8 @@ def test_a_gain_of_turns_does_not_beat_what_stands_against_them(
     row = replace(halved, ranks="tp2cs2")
     monkeypatch.setattr(gains, "shipped", lambda what: (row,))
     assert said_of_halves("2x-h200-nop2p", parallel="tp2cs2") == (0, Origin.DERIVED)
+    found = planned.__wrapped__(V4, "2x-h200-nop2p", context=8192, parallel="tp2cs2")
+    assert found.chosen.cost.prefill(8192, 8192).gain == 1.0  # nor in prices
 
 
 def test_turns_where_cards_write_into_each_other_stay_off(
