@@ -8,7 +8,7 @@ bytes are not aligned to their dtype.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from metainfer.formats.index import CheckpointIndex, TensorInfo
 from metainfer.formats.quant import TORCH_DTYPES, RawTensor, Stored
 from metainfer.formats.readahead import ReadAhead
 from metainfer.formats.schemes import bytes_per_row, is_quantised
+
+#: Called after each tensor with (bytes read so far, bytes in all).
+Progress = Callable[[int, int], None]
 
 
 class Checkpoint:
@@ -40,6 +43,27 @@ class Checkpoint:
     def read(self, name: str) -> RawTensor:
         """Tensor `name`; `ModelError` when absent or not representable."""
         return self._read(self.index[name])
+
+    def iter_tensors(
+        self, names: Iterable[str] | None = None, progress: Progress | None = None
+    ) -> Iterator[tuple[str, RawTensor]]:
+        """The named tensors (all by default), each once, in file order.
+
+        Memory is bounded by what the caller keeps: a file's map is let go once its last tensor
+        has been handed out.
+        """
+        wanted = self.index.tensors if names is None else dict.fromkeys(names)
+        named = [(name, self.index[name]) for name in wanted]
+        named.sort(key=lambda pair: (pair[1].file, pair[1].offset))
+        total = sum(info.nbytes for _, info in named)
+        done = 0
+        for position, (name, info) in enumerate(named):
+            yield name, self._read(info)
+            done += info.nbytes
+            if progress is not None:
+                progress(done, total)
+            if position + 1 == len(named) or named[position + 1][1].file != info.file:
+                self._maps.pop(info.file, None)
 
     def close(self) -> None:
         """Let go of the maps; tensors already handed out stay valid."""

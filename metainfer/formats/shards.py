@@ -1,14 +1,17 @@
-"""Cutting stored matrices for ranks, with neutral padding.
+"""Cutting block-scaled matrices for ranks, with neutral padding, and proof that it is neutral.
 
 Padding is zero elements and scales of one, always written: a kernel that reads it adds zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from metainfer.core.errors import ModelError
-from metainfer.formats.block_codecs import BlockTensor
+from metainfer.formats.block_codecs import BlockTensor, decode
 from metainfer.formats.blocks import PER_BYTE, UNIT_SCALE
 from metainfer.formats.extents import Shard
 from metainfer.formats.quant import RawTensor
@@ -66,3 +69,53 @@ def take_raw(raw: RawTensor, dim: int, shard: Shard) -> RawTensor:
     held = count // elements * size
     data.narrow(dim, 0, held).copy_(raw.data.narrow(dim, start // elements * size, held))
     return RawTensor(raw.scheme, tuple(shape), data)
+
+
+def pad_scale_columns(tensor: BlockTensor, tile: int) -> Tensor:
+    """The scales with columns added up to a multiple of `tile`, all of them scales of one."""
+    rows, columns = tensor.scale.shape
+    wide = -(-columns // tile) * tile
+    scale = tensor.scale.new_full((rows, wide), UNIT_SCALE[tensor.format.scale])
+    scale[:, :columns] = tensor.scale
+    return scale
+
+
+def check_padding(tensor: BlockTensor, logical: tuple[int, int], name: str) -> None:
+    """`ModelError` (``dirty_padding``) unless all outside `logical` [N, K] is neutral."""
+    fmt, (n, k) = tensor.format, logical
+    per = PER_BYTE[fmt.element]
+    dirty = int((tensor.data[n:] != 0).sum()) + int((tensor.data[:n, -(-k // per) :] != 0).sum())
+    rows, columns = fmt.scale_shape(n, k)
+    unit = UNIT_SCALE[fmt.scale]
+    scales = int((tensor.scale[rows:] != unit).sum())
+    scales += int((tensor.scale[:rows, columns:] != unit).sum())
+    if dirty or scales:
+        raise ModelError(
+            f"The padding of {name!r} ({list(logical)} executed as {list(tensor.shape)}) holds "
+            f"{dirty} non-zero bytes and {scales} scales that are not one.",
+            "This is a defect of the loader; report it.",
+            code="dirty_padding",
+        )
+
+
+def check_product(
+    tensor: BlockTensor, product: Callable[[Tensor], Tensor], name: str, tolerance: float = 1e-2
+) -> None:
+    """Run a kernel's `product` (x [T, K] to [T, N]) once and compare it with the reference.
+
+    x is a fixed pattern of small whole numbers; the reference is float64. `ModelError`
+    (``wrong_product``) on NaN or an error above `tolerance` of the largest result.
+    """
+    k = tensor.shape[1]
+    grid = torch.arange(4 * k, device=tensor.data.device).reshape(4, k)
+    x = (grid * 7 % 5 - 2).to(torch.float32)
+    expected = x.double() @ decode(tensor, torch.float64).T
+    error = (product(x).double() - expected).abs().amax() if expected.numel() else 0.0
+    largest = float(expected.abs().amax()) if expected.numel() else 0.0
+    if not float(error) <= tolerance * largest:
+        raise ModelError(
+            f"The kernel for {name!r} {list(tensor.shape)} is off by {float(error):.3g} where the "
+            f"largest result is {largest:.3g}.",
+            "Choose another implementation of this op, and report the defect.",
+            code="wrong_product",
+        )

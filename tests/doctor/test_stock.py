@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sample_machines import card, healthy, peer, with_facts
 
 from metainfer.core.errors import UsageError
@@ -226,6 +228,31 @@ def test_b26_a_layout_that_the_machine_cannot_hold_fails() -> None:
 # chunks
 
 
+@given(
+    st.integers(1, 60_000),
+    st.sampled_from([2048, 4096, 8192, 32768]),
+    st.sampled_from([1, 2, 4, 8]),
+)
+def test_b04_rows_after_division_against_a_loop(prompt: int, chunk: int, dp: int) -> None:
+    rows_each, left, fast = chunk // dp, prompt, 0
+    while left > 0:
+        step = min(left, rows_each)
+        fast += step if step >= chunks.THRESHOLD else 0
+        left -= step
+    assert chunks.fast_rows(prompt, chunk, dp) == fast
+    (interval,) = [
+        each
+        for each in chunks.reached(chunk, dp)
+        if each.low <= prompt and (each.high is None or prompt <= each.high)
+    ]
+    if interval.fast == "no chunk":
+        assert fast == 0
+    elif interval.fast == "every chunk":
+        assert fast == prompt
+    else:
+        assert 0 < fast <= prompt and prompt - fast < chunks.THRESHOLD
+
+
 @pytest.mark.parametrize("dp", [1, 2, 4, 8])
 @pytest.mark.parametrize("chunk", [2048, 4096, 8192, 32768])
 def test_b04_a_divided_chunk_misses_the_threshold_and_the_advice_reaches_it(
@@ -240,7 +267,7 @@ def test_b04_a_divided_chunk_misses_the_threshold_and_the_advice_reaches_it(
         assert int(advised) == 8192 * dp
         again = audit(cards((12, 0)), StockRequest("sglang", text.format(advised)))
         assert not any(r["id"] == "chunk-threshold" for r in again["rows"])
-        assert chunks.effective_rows(int(advised), dp) == chunks.THRESHOLD
+        assert chunks.fast_rows(100_000, int(advised), dp) > 0
 
 
 # memory

@@ -104,6 +104,25 @@ def test_unaligned_data_is_read(tmp_path: Path) -> None:
         assert data.flatten().tolist() == [0, 1, 2, 3]
 
 
+def test_iteration_is_in_file_order_once_each_with_progress(tmp_path: Path) -> None:
+    save_file({"b": torch.ones(3), "a": torch.zeros(2)}, tmp_path / "m-2.safetensors")
+    save_file({"c": torch.ones(5)}, tmp_path / "m-1.safetensors")
+    places = {"a": "m-2.safetensors", "b": "m-2.safetensors", "c": "m-1.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    checkpoint = Checkpoint.open(tmp_path)
+    seen: list[tuple[int, int]] = []
+    names = [n for n, _ in checkpoint.iter_tensors(progress=lambda *at: seen.append(at))]
+    infos = [checkpoint.index[n] for n in names]
+    assert names[0] == "c" and sorted(names) == ["a", "b", "c"]
+    assert infos[1].offset < infos[2].offset
+    assert [total for _, total in seen] == [40, 40, 40]
+    assert [done for done, _ in seen] == [20, 20 + infos[1].nbytes, 40]
+    assert [n for n, _ in checkpoint.iter_tensors(["a", "c", "a"])] == ["c", "a"]
+    with pytest.raises(ModelError, match="no tensor 'z'"):
+        list(checkpoint.iter_tensors(["z"]))
+    assert list(checkpoint.iter_tensors([])) == []
+
+
 def test_tensors_are_views_and_writes_stay_private(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"x": torch.zeros(4)}, path)

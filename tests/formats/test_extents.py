@@ -13,18 +13,8 @@ from torch import Tensor
 from metainfer.core.errors import ModelError, RefusedError
 from metainfer.formats import elements, shards
 from metainfer.formats.block_codecs import BlockTensor, decode
-from metainfer.formats.blocks import (
-    FORMATS,
-    FP8_32,
-    FP8_128,
-    FP8_ROW_32,
-    MXFP4,
-    NVFP4,
-    PER_BYTE,
-    UNIT_SCALE,
-    BlockFormat,
-)
-from metainfer.formats.extents import Extent, split
+from metainfer.formats.blocks import FORMATS, FP8_32, FP8_128, FP8_ROW_32, MXFP4, NVFP4, BlockFormat
+from metainfer.formats.extents import Extent, buffer_elements, executed, overhead, split
 
 RANKS = [1, 2, 3, 4, 6, 8, 16]
 EXTENTS = [1536, 3072, 5120, 6144, 7168]
@@ -49,21 +39,13 @@ def whole_numbers(fmt: BlockFormat, n: int, k: int, seed: int) -> BlockTensor:
     return BlockTensor(fmt, (n, k), data, scale, second)
 
 
-def assert_neutral(part: BlockTensor, logical: tuple[int, int]) -> None:
-    """All outside `logical` [N, K] is zero elements and scales of one."""
-    fmt, (n, k) = part.format, logical
-    rows, columns = fmt.scale_shape(n, k)
-    assert not part.data[n:].any() and not part.data[:n, k // PER_BYTE[fmt.element] :].any()
-    unit = UNIT_SCALE[fmt.scale]
-    assert (part.scale[rows:] == unit).all() and (part.scale[:rows, columns:] == unit).all()
-
-
 @pytest.mark.parametrize(("ranks", "extent", "block"), [*product(RANKS, EXTENTS, [32, 128])])
 def test_b10_split_over_ranks(ranks: int, extent: int, block: int) -> None:
     fits = extent % ranks == 0 and extent // ranks % block == 0
     if fits:
         parts = split(extent, ranks, block, pad=False)
         assert parts == split(extent, ranks, block, pad=True)
+        assert overhead(parts).elements == 0
     else:
         with pytest.raises(RefusedError, match=f"{extent} cannot be split over {ranks}") as caught:
             split(extent, ranks, block, pad=False, what="intermediate size")
@@ -75,7 +57,9 @@ def test_b10_split_over_ranks(ranks: int, extent: int, block: int) -> None:
         assert (part.start == position and part.start % block == 0) or part.extent.logical == 0
         position += part.extent.logical
         assert part.extent.executed % block == 0
+        assert buffer_elements(part.extent) >= part.extent.logical
     assert position == extent
+    assert overhead(parts).elements == ranks * parts[0].extent.executed - extent
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -93,7 +77,7 @@ def test_b10_padded_product_equals_the_whole(
         for shard in split(extent, ranks, fmt.block[dim] if dim else 128, pad=True):
             part = shards.take(tensor, dim, shard)
             logical = (shard.extent.logical, 32) if dim == 0 else (32, shard.extent.logical)
-            assert_neutral(part, logical)
+            shards.check_padding(part, logical, "w1")
             weight = decode(part, torch.float64)
             if dim == 0:
                 rows.append((x @ weight.T)[:, : shard.extent.logical])
@@ -112,8 +96,10 @@ def test_b10_the_situations_of_the_field() -> None:
         split(64, 6, 1, pad=False, what="heads")
     heads = split(64, 6, 1, pad=True)
     assert [part.extent.logical for part in heads] == [11] * 5 + [9]
-    padded = split(3072, 16, 128, pad=True)  # 24 blocks: twelve ranks have two, four have none
-    assert {part.extent for part in padded} == {Extent(256, 256), Extent(0, 256)}
+    cost = overhead(split(3072, 16, 128, pad=True), other=4096)
+    assert cost.elements == 1024 * 4096 and cost.work == pytest.approx(1 / 3)
+    assert executed(352, 128) == Extent(352, 384)
+    assert buffer_elements(executed(352, 128), Extent(7, 7)) == 384 * 7
 
 
 def test_b10_extents_that_lie_are_refused() -> None:
@@ -128,14 +114,15 @@ def test_b10_extents_that_lie_are_refused() -> None:
     extent=st.integers(1, 2000),
     ranks=st.integers(1, 17),
     block=st.sampled_from([1, 16, 32, 128]),
+    tile=st.sampled_from([1, 64, 96, 256]),
 )
-def test_b10_any_split(extent: int, ranks: int, block: int) -> None:
-    parts = split(extent, ranks, block, pad=True)
+def test_b10_any_split(extent: int, ranks: int, block: int, tile: int) -> None:
+    parts = split(extent, ranks, block, pad=True, tile=tile)
     assert sum(part.extent.logical for part in parts) == extent
-    assert all(part.extent.executed % block == 0 for part in parts)
-    # no rank executes a whole block more than the fullest rank needs
-    most = max(part.extent.logical for part in parts)
-    assert most <= parts[0].extent.executed < most + block
+    assert all(part.extent.executed % block == part.extent.executed % tile == 0 for part in parts)
+    # no rank executes a whole unit more than the fullest rank needs
+    need = executed(max(part.extent.logical for part in parts), block, tile).executed
+    assert parts[0].extent.executed == need
 
 
 @pytest.mark.parametrize("fmt", list(FORMATS.values()), ids=lambda fmt: fmt.name)
@@ -162,18 +149,63 @@ def test_b10_the_edge_block_may_be_short() -> None:
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("fmt", [MXFP4, NVFP4, FP8_ROW_32], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("blocks", range(1, 17))
-def test_b11_padded_scales_are_neutral(fmt: BlockFormat, blocks: int, seed: int) -> None:
-    """Where ranks hold fewer columns than they execute: no NaN of what the buffer held before, and
-    the same sums, whatever stands beside x."""
-    k = blocks * fmt.block[1]
+@pytest.mark.parametrize("k", range(16, 513, 16))
+def test_b11_padded_scale_columns_are_neutral(fmt: BlockFormat, k: int, seed: int) -> None:
+    """A kernel with scale tiles of 4 columns executes more than K: no NaN, and the same sums."""
+    tile = 4 * fmt.block[1]
     tensor = whole_numbers(fmt, 8, k, seed)
+    (shard,) = split(k, 1, fmt.block[1], pad=True, tile=tile)
+    wide = shards.take(tensor, 1, shard)
+    assert wide.shape[1] % tile == 0 and wide.scale.shape[1] % 4 == 0
+    shards.check_padding(wide, (8, k), "w2")
+
+    def kernel(x: Tensor) -> Tensor:
+        return x @ decode(wide).T
+
+    shards.check_product(wide, kernel, "w2")
     x = torch.randint(-3, 4, (3, k), generator=torch.Generator().manual_seed(seed)).double()
-    total = torch.zeros(3, 8, dtype=torch.float64)
-    for shard in split(k, 3, fmt.block[1], pad=True):
-        part, held = shards.take(tensor, 1, shard), shard.extent.logical
-        assert_neutral(part, (8, held))
-        beside = torch.full((3, shard.extent.executed), 7.0, dtype=torch.float64)
-        beside[:, :held] = x[:, shard.start : shard.start + held]
-        total += beside @ decode(part, torch.float64).T
-    assert torch.equal(total, x @ decode(tensor, torch.float64).T)
+    padded = torch.zeros(3, wide.shape[1], dtype=torch.float64)
+    padded[:, :k] = x
+    out = padded @ decode(wide, torch.float64).T
+    assert torch.isfinite(out).all() and torch.equal(out, x @ decode(tensor, torch.float64).T)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=lambda fmt: fmt.name)
+def test_b11_dirty_padding_is_caught_at_load(fmt: BlockFormat, seed: int) -> None:
+    k, tile = 80, 4 * fmt.block[1]
+    tensor = whole_numbers(fmt, 8, k, seed)
+    (shard,) = split(k, 1, fmt.block[1], pad=True, tile=tile)
+    clean = shards.take(tensor, 1, shard)
+    columns = tensor.scale.shape[1]
+    dirty = torch.empty_like(clean.scale)  # poisoned: every byte is the largest, a NaN
+    dirty[:, :columns] = tensor.scale
+    broken = BlockTensor(fmt, clean.shape, clean.data, dirty, clean.second)
+    with pytest.raises(ModelError, match=r"'w2' .* scales that are not one") as caught:
+        shards.check_padding(broken, (8, k), "w2")
+    assert caught.value.code == "dirty_padding"
+    with pytest.raises(ModelError, match="'w2'") as caught:
+        shards.check_product(clean, lambda x: x @ decode(broken).T, "w2")
+    assert caught.value.code == "wrong_product"
+    data = clean.data.clone()
+    data[0, -1] = 1
+    with pytest.raises(ModelError, match="1 non-zero bytes and 0 scales"):
+        shards.check_padding(BlockTensor(fmt, clean.shape, data, clean.scale, clean.second),
+                             (8, k), "w2")  # fmt: skip
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("columns", range(1, 10))
+def test_b11_scale_columns_alone(columns: int, seed: int) -> None:
+    tensor = whole_numbers(NVFP4, 3, 16 * columns, seed)
+    wide = shards.pad_scale_columns(tensor, 4)
+    assert wide.shape[1] == -(-columns // 4) * 4
+    assert torch.equal(wide[:, :columns], tensor.scale) and (wide[:, columns:] == 0x38).all()
+
+
+def test_b11_a_small_error_is_within_tolerance(seed: int) -> None:
+    tensor = whole_numbers(FP8_32, 64, 64, seed)
+    dense = decode(tensor)
+    shards.check_product(tensor, lambda x: x.bfloat16().float() @ dense.T, "w1")
+    with pytest.raises(ModelError, match="off by"):
+        shards.check_product(tensor, lambda x: 1.05 * (x @ dense.T), "w1")

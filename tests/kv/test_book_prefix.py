@@ -10,7 +10,7 @@ import pytest
 from metainfer.kv.book.capacity import CacheSizes
 from metainfer.kv.book.form import plain
 from metainfer.kv.book.manager import KVManager
-from metainfer.kv.book.prefix import Prefix, digests, root
+from metainfer.kv.book.prefix import Prefix, digests, page_key, root
 from metainfer.kv.book.spec import CacheSpec, GroupKind, GroupSpec, form_groups
 
 
@@ -35,10 +35,21 @@ def test_b27_keys_follow_content() -> None:
 
 
 def test_b27_physical_page_does_not_matter() -> None:
-    """The unit in which a chain is hashed does not change a key."""
+    """Neither the unit in which a chain is hashed nor the kernel's page changes a key."""
     tokens = list(range(48))
     by_unit = {unit: Prefix(tokens, unit, "m").at(48) for unit in (1, 2, 4, 8, 16, 48)}
     assert len(set(by_unit.values())) == 1
+    digest = by_unit[8]
+    keys = {page_key(digest, group(16, kernel_page_entries=entries)) for entries in (1, 4, 16)}
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "index"}, {"form": plain("fp8", 2, "uint8")}, {"page_tokens": 4}]
+)
+def test_b27_group_layout_and_span_are_in_the_key(change: dict[str, object]) -> None:
+    digest = Prefix([1] * 8, 8).at(8)
+    assert page_key(digest, group()) != page_key(digest, group(**{"page": 8, **change}))  # type: ignore[arg-type]
 
 
 def test_b27_root_is_unambiguous() -> None:

@@ -2,8 +2,8 @@
 
 ``digest(p) = BLAKE2b-256(root || token ids of [0, p))`` with a root made of the namespace (model,
 weights, adapter) and the tenant's salt, each preceded by its length. The digest does not depend on
-any page size, and each group has a pool of its own. Two prompts share one iff they share content,
-salt and namespace; finding a collision costs 2^128 hashes.
+any page size; a page's key adds group name, layout identifier and logical span. Two prompts share a
+key iff they share content, salt and namespace; finding a collision costs 2^128 hashes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+
+from metainfer.kv.book.spec import GroupSpec
 
 DIGEST_BYTES = 32
 
@@ -23,6 +25,14 @@ def root(namespace: str, salt: str) -> bytes:
         parts.append(len(raw).to_bytes(8, "little"))
         parts.append(raw)
     return b"".join(parts)
+
+
+def page_key(digest: bytes, group: GroupSpec) -> bytes:
+    """The key under which a store outside this process may keep the page that ends at `digest`."""
+    name, layout = group.name.encode(), group.form.layout.encode()
+    head = b"".join(len(part).to_bytes(8, "little") + part for part in (name, layout))
+    span = group.page_tokens.to_bytes(8, "little")
+    return hashlib.blake2b(head + span + digest, digest_size=DIGEST_BYTES).digest()
 
 
 class Prefix:
