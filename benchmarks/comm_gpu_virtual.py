@@ -350,7 +350,7 @@ def copies() -> Report:
     staging = Staging(memory.data_ptr(), memory.data_ptr(), 2, part)
     ranks = [CopyRank(rank, staging, device=0) for rank in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
-    threads = ThreadPoolExecutor(2)
+    threads = ThreadPoolExecutor(2, initializer=torch.cuda.set_device, initargs=(0,))
     wrong, rows = [], {}
     for size in (2, 4098, MIB, 5 * MIB + 2, 20 * MIB, 64 * MIB):
         plan = message(size, 2, "host", "two_shot")
