@@ -12,13 +12,15 @@ from metainfer.platform.facts import CUDA
 
 LAUNCH_S = 90e-6
 """Host seconds of an eager launch, with the Python in front of it (seed): 485 launches of twelve
-layers took 25 to 50 ms on hosts of an H200, whatever the chunk; this is of the slower ones."""
+layers took 17 to 50 ms on hosts of an H200, whatever the chunk; this is of the slower ones."""
 
 SHARED_LAUNCHES = 5.0
 """What a cache whose entries ranks share costs the host in a chunk, in launches (seed). Entries are
 lifted, gathered and laid: 8 to 12 short calls of torch and a message. Twelve layers of V4 have 42
 such caches, and `cp2/tp2` took 58.6 and 65.1 ms for 2,048 tokens of which the kernels are 44 by the
-seed above (records 2026-11-30-2xh200-ranks-fourth and -third): 3.8 and 5.5 launches each."""
+seed above (records 2026-11-30-2xh200-ranks-fourth and -third): 3.8 and 5.5 launches each. On a
+host of 35 us a launch the calls take 123 us and a message 29 to 47: 4.3 to 4.9 (record
+2026-11-30-h200-launches)."""
 
 
 def launch_seconds(kind: str) -> float:
