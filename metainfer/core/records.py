@@ -11,7 +11,8 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,21 +87,22 @@ class RecordStore:
         return [Record(kind, key, e["payload"], e["conditions"]) for key, e in found]
 
     def put(self, record: Record) -> None:
-        """Add or replace one record. Where none can be written, a warning says so: the next start
-        measures again."""
-        entries = self._load(record.kind)
-        entries[record.key] = {
-            "payload": to_plain(record.payload),
-            "conditions": to_plain(record.conditions),
-        }
-        body = {
-            "schema": SCHEMA,
-            "fingerprint": to_plain(self._fingerprint.facts),
-            "entries": entries,
-        }
+        """Add or replace one record; none that another process puts meanwhile is lost. Where none
+        can be written, a warning says so: the next start measures again."""
         path = self.path(record.kind)
         try:
-            _write(path, json.dumps(body, indent=1, sort_keys=True))
+            with _alone(path):
+                entries = self._load(record.kind)
+                entries[record.key] = {
+                    "payload": to_plain(record.payload),
+                    "conditions": to_plain(record.conditions),
+                }
+                body = {
+                    "schema": SCHEMA,
+                    "fingerprint": to_plain(self._fingerprint.facts),
+                    "entries": entries,
+                }
+                _write(path, json.dumps(body, indent=1, sort_keys=True))
         except OSError as error:
             _log.warning(
                 "record %s of %s is not kept: %s cannot be written (%s)",
@@ -139,9 +141,20 @@ class RecordStore:
         return entries
 
 
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Nobody else reads `path` to write it back, where host and file system have locks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{path.stem}.lock").open("w") as lock:
+        with suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _write(path: Path, text: str) -> None:
     """Put `text` in place of `path`, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".record-")
     try:
         with os.fdopen(handle, "w") as out:

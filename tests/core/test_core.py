@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -149,6 +150,18 @@ class TestRecords:
         store.put(Record("kernels", "a", {"seconds": 1.0}, {}))
         assert store.get("kernels", "a").payload == {"seconds": 1.0}  # type: ignore[union-attr]
         assert store.get("kernels", "b").payload == 2  # type: ignore[union-attr]
+
+    def test_nobody_loses_what_others_put_meanwhile(self, tmp_path: Path) -> None:
+        """Two engines that prove their kernels at once keep what both found."""
+
+        def puts(writer: int) -> None:
+            store = self.store(tmp_path)
+            for number in range(12):
+                store.put(Record("kernels", f"{writer}/{number}", number, {}))
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(puts, range(6)))
+        assert len(self.store(tmp_path).all("kernels")) == 6 * 12
 
     def test_another_machine_is_a_miss_that_says_what_changed(self, tmp_path: Path) -> None:
         self.store(tmp_path).put(Record("kernels", "a", 1, {}))
