@@ -94,13 +94,20 @@ def launched(tokens: int, cost: StepCost, cards: Cards) -> Reason | None:
     if launching <= whole or tokens > cards.limits.step_tokens:
         return None
     enough = tokens
-    while enough < MOST_TOKENS and seconds(enough)[1] > seconds(enough)[0]:
+    while outlast := seconds(enough)[1] > seconds(enough)[0]:
+        if enough >= MOST_TOKENS:
+            break
         enough *= 2
     text = (
         f"halves of {tokens:,} tokens are launched for {1e3 * launching:.0f} ms, and the whole "
-        f"takes {1e3 * whole:.0f}; from {enough:,} on they are not (launches by a seed)"
+        f"takes {1e3 * whole:.0f}; "
+        f"{f'at {enough:,} they still are' if outlast else f'from {enough:,} on they are not'} "
+        "(launches by a seed)"
     )
-    data = {"tokens": tokens, "launch_s": launching, "whole_s": whole, "from": enough}
+    data = {
+        "tokens": tokens, "launch_s": launching, "whole_s": whole,
+        "from": None if outlast else enough,
+    }  # fmt: skip
     return Reason("launches", text, data)
 
 

@@ -28,11 +28,6 @@ def launch_seconds(kind: str) -> float:
     return LAUNCH_S if kind == CUDA else 0.0
 
 
-def launches(work: RankWork) -> float:
-    """Of a step op by op, in those of a kernel, where no entries are shared."""
-    return work.layers * work.costs.layer_launches
-
-
 def sharing(work: RankWork) -> float:
     """What a chunk of `work` has beside those for sharing its entries: of every cache where ranks
     share its rows, of those that are dealt where they share these alone."""

@@ -313,6 +313,22 @@ def test_halves_that_are_launched_for_longer_than_the_whole_takes_are_told(
         }  # fmt: skip
 
 
+@pytest.mark.parametrize(("most", "end"), [(4096, None), (8192, 8192)])
+def test_where_halves_are_never_launched_in_time_no_length_is_named(
+    most: int, end: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as it is looked: `tp2` is in time from 8,192 tokens on."""
+    monkeypatch.setattr(lanes, "MOST_TOKENS", most)
+    model = "random:deepseek-v4-flash?layers=12"
+    intent = Intent(model=model, parallel="tp2", context=16384, concurrency=64, halves=4096)
+    found = describe("2x-h200-nop2p").resolve(open_model(model), intent)
+    (told,) = (each for each in found.plan.decisions if each.key == "halves")
+    (reason,) = told.losers[0].reasons
+    assert reason.data["from"] == end
+    text = "at 4,096 they still are (" if end is None else "from 8,192 on they are not ("
+    assert text in reason.message
+
+
 def test_halves_are_judged_at_the_shortest_chunk_that_is_cut() -> None:
     """What is captured stays whole; on other machines, without a rate, nothing is said."""
     found = planned(V4, "2x-h200-nop2p", context=8192, parallel="tp2", halves=64)
