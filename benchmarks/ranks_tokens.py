@@ -186,6 +186,21 @@ def agreement(found: Sequence[Answer], wanted: Sequence[Answer]) -> Report:
     }  # fmt: skip
 
 
+class Wanted:
+    """What one card says; where that part raised, others have nothing to be judged by."""
+
+    def __init__(self) -> None:
+        self._answers: list[Answer] | None = None
+
+    def judge(self, found: list[Answer], first: bool) -> Report:
+        """`agreement` with the first part's answers, which these are where they are `first`."""
+        if first:
+            self._answers = found
+        if self._answers is None:
+            return {"unjudged": "no answers of one card to compare with", "wrong": []}
+        return agreement(found, self._answers)
+
+
 def same_tokens(mine: Sequence[int], theirs: Sequence[int]) -> int:
     """Leading tokens that are the same."""
     pairs = enumerate(zip(mine, theirs, strict=False))
@@ -237,13 +252,12 @@ def dealt(args: argparse.Namespace, parts: Parts, folder: Path) -> None:
         "dtype": "float32", "context": 1024, "concurrency": 6, "kv_bytes": 1 << 26,
         "chunk_tokens": 256,
     }  # fmt: skip
-    wanted: list[Answer] = []
+    wanted = Wanted()
 
     def compare(layout: str, draft: str) -> Report:
         with started(args, small, parallel=layout, draft=draft, **shape) as engine:
             found = ask(engine, prompts, tokens)
-            wanted.extend(found if not wanted else ())
-            return agreement(found, wanted) | about(engine)
+            return wanted.judge(found, first=layout == "single") | about(engine)
 
     drafts = f"ngram:{DEPTH}"
     for layout, draft in (
@@ -293,7 +307,7 @@ def adapters(args: argparse.Namespace, parts: Parts, folder: Path) -> None:
     names = [name for _ in sizes.prompts for name in ("", *adapted)]
     each = prompts_of(sizes.prompts, 320)
     prompts = [prompt for prompt in each for _ in range(3)]
-    wanted: list[Answer] = []
+    wanted = Wanted()
 
     def compare(layout: str) -> Report:
         with started(
@@ -302,8 +316,7 @@ def adapters(args: argparse.Namespace, parts: Parts, folder: Path) -> None:
             kv_bytes=1 << 29, chunk_tokens=1024 if args.platform == "cuda" else 64,
         ) as engine:  # fmt: skip
             found = ask(engine, prompts, sizes.tokens, names)
-            wanted.extend(found if not wanted else ())
-            report = agreement(found, wanted) | about(engine)
+            report = wanted.judge(found, first=layout == "single") | about(engine)
         apart = [
             len({tuple(answer.tokens) for answer in found[at : at + 3]}) == 3
             for at in range(0, len(found), 3)
@@ -332,7 +345,7 @@ def _proposed(
     """One card without and with drafts, then ranks with them. `judged`: all tokens must be the
     same."""
     sizes = SIZES[args.platform]
-    prompts, wanted = prompts_of([n // 2 for n in sizes.prompts], 512), list[Answer]()
+    prompts, wanted = prompts_of([n // 2 for n in sizes.prompts], 512), Wanted()
 
     def compare(layout: str, draft: str) -> Report:
         with started(
@@ -340,8 +353,8 @@ def _proposed(
             kv_bytes=1 << 26, **shape,
         ) as engine:  # fmt: skip
             found = ask(engine, prompts, 2 * sizes.tokens)
-            wanted.extend(found if not wanted else ())
-            report = agreement(found, wanted) | about(engine)
+            first = (layout, draft) == ("single", "off")
+            report = wanted.judge(found, first) | about(engine)
         if not judged:
             report["parted"], report["wrong"] = report["wrong"], []
         if draft != "off" and not report["accepted"]:
@@ -380,6 +393,8 @@ def table(report: Report) -> list[str]:
                     f"{name}, {part}: {said['same']} of {said['answers']} the same, "
                     f"{said['worst_nats']:.1e} nats, drafts {said['accepted']} of {said['drafted']}"
                 )
+            if isinstance(said, dict) and "unjudged" in said:
+                lines.append(f"{name}, {part}: not judged: {said['unjudged']}")
             for text in wrong_in(said):
                 lines.append(f"{name}, {part}: WRONG: {text}")
     return lines

@@ -20,8 +20,10 @@ Report = dict[str, Any]
 
 
 def keep(out: Path, number: int, report: Report) -> None:
-    """What section `number` has so far."""
-    (out / f".{number}.json").write_text(json.dumps(report, indent=1, default=str))
+    """What section `number` has so far, whole or as it was: its process may be ended any time."""
+    beside = out / f".{number}.part"
+    beside.write_text(json.dumps(report, indent=1, default=str))
+    os.replace(beside, out / f".{number}.json")
 
 
 def child(
@@ -32,6 +34,7 @@ def child(
     command = [sys.executable, *sys.argv, "--section", section]
     begin, failed = time.monotonic(), ""
     heard, part = out / f"{number}.log", out / f".{number}.json"
+    part.unlink(missing_ok=True)  # of a run before
     with (
         heard.open("w") as said,
         subprocess.Popen(

@@ -6,6 +6,8 @@ Ranks are threads; sizes are those of its ``--platform cpu``, fewer layouts.
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from served import eventually
 from thread_ranks import ranks_as_threads
 
 from metainfer.models.common.dealt import Dealt
@@ -88,6 +91,25 @@ def test_where_answers_part_is_said() -> None:
         assert said["wrong"] == wrong and said["same"] == ("parts" not in str(wrong))
 
 
+def test_without_answers_of_one_card_nobody_is_judged(
+    few: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The next layout is no reference for those after it, nor for itself."""
+    started = script.started
+
+    def fails(args: Any, model: Any, **wish: Any) -> Any:
+        if wish["parallel"] == "single" and wish.get("draft", "off") == "off":
+            raise RuntimeError("no card")
+        return started(args, model, **wish)
+
+    few.setattr(script, "started", fails)
+    for section in ("dealt", "drafts"):
+        first, *others = (said for said in ran(section, tmp_path).values() if "part_s" in said)
+        assert "no card" in first["wrong"][0] and others
+        assert all("unjudged" in said and "same" not in said for said in others)
+        assert any("not judged" in line for line in script.table({section: {"a": others[0]}}))
+
+
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
@@ -100,6 +122,15 @@ sys.exit("a word" if sys.argv[-1] == "fails" else 0)
 """
 
 
+def begun_in(part: Path) -> type[subprocess.Popen[bytes]]:
+    class Begun(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            eventually(part.exists)
+            return super().wait(timeout)
+
+    return Begun
+
+
 @pytest.mark.parametrize("name", ["ends", "fails", "hangs"])
 def test_what_a_section_has_is_kept(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,14 +138,41 @@ def test_what_a_section_has_is_kept(
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(benchmarks=BENCHMARKS, out=str(tmp_path)))
     monkeypatch.setattr(sys, "argv", [str(script)])
-    if name == "hangs":  # it may be ended before it begins
-        sections.keep(tmp_path, 3, {"begun": "hangs", "told": "so"})
+    sections.keep(tmp_path, 3, {"begun": "another run"})
     limit = 1.0 if name == "hangs" else 300.0
+    if name == "hangs":  # it is not ended before it has begun
+        monkeypatch.setattr(sections.subprocess, "Popen", begun_in(tmp_path / ".3.json"))
     found = sections.child(name, tmp_path, 3, limit, {"TOLD": "so"})
     assert found["begun"] == name and found["told"] == "so"
     failed = {"ends": [], "fails": ["status 1"], "hangs": ["no end after 1 s"]}[name]
     assert sections.wrong_in(found) == failed
     assert ("a word" in found.get("said", "")) == (name == "fails")
+
+
+def test_what_a_run_before_had_is_not_this_one_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(3)")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    sections.keep(tmp_path, 3, {"begun": "before"})
+    found = sections.child("a", tmp_path, 3, 300.0)
+    assert "begun" not in found and found["failed"] == "status 3"
+
+
+def test_who_is_ended_while_it_writes_keeps_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(self: Path, text: str) -> None:
+        with self.open("w") as out:
+            out.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    sections.keep(tmp_path, 3, {"rows": [1, 2]})
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        sections.keep(tmp_path, 3, {"rows": [1, 2, 3]})
+    assert json.loads((tmp_path / ".3.json").read_text()) == {"rows": [1, 2]}
 
 
 def test_every_wrong_word_is_found() -> None:
