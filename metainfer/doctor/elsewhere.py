@@ -149,8 +149,8 @@ def _notes(there: Elsewhere) -> list[Finding]:
     devices = len(machine.facts.devices)
     if devices > 1:
         what = (
-            f"of {devices} devices one serves; a layout over several runs only when it is asked "
-            "for with --parallel."
+            f"of {devices} devices one serves while it holds the model; over several runs what "
+            "--parallel names, or the best layout where none does."
         )
         proof = f"devices = {devices}"
         found.append(information("machine.devices", place, what, evidence=proof))

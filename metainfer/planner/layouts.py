@@ -34,7 +34,9 @@ from metainfer.core.verdict import Verdict, require
 from metainfer.platform.facts import CPU, CUDA
 
 SINGLE = "single"
-NOT_BUILT = "layouts over several cards run only when asked for with --parallel"
+NOT_BUILT = (
+    "layouts over several cards run where --parallel names one, or the best where no card holds it"
+)
 MOST_PROCESSES = 8
 """Ranks that a host's CPU may be shared by; as many as collectives are built for."""
 

@@ -39,13 +39,14 @@ from metainfer.planner.calibration import Calibration, nothing_measured
 from metainfer.planner.candidate import Candidate
 from metainfer.planner.cards import Cards
 from metainfer.planner.emulation import Emulation
+from metainfer.planner.fitting import DOES_NOT_FIT
 from metainfer.planner.held import Held
 from metainfer.planner.layouts import alike, of_decodes
 from metainfer.planner.needs import Needs, nothing_known
 from metainfer.planner.over_cards import seen_by_ranks
 from metainfer.planner.record import record_needs, record_selection
-from metainfer.planner.search import search, unbuilt
-from metainfer.planner.weights import WHOLE, Census, census, parts_held
+from metainfer.planner.search import lacking, search, unbuilt
+from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, census, parts_held
 from metainfer.planner.wishes import Wishes
 from metainfer.platform.facts import Facts
 
@@ -125,13 +126,24 @@ class _Resolver:
         chunk = chunks.enough(self.census(), self.facts, dtype, self.intent.goal)
         return self.wishes.limits(chunk, self.refused)
 
-    def longer_chunk(self) -> int | None:
+    def chunk_wished(self) -> int | None:
         """Tokens of a chunk longer than the seed's, if the cost model wished for them."""
-        try:
-            found = self.ledger["limits.step_tokens"]
-        except KeyError:
+        if "limits.step_tokens" not in self.ledger:
             return None
+        found = self.ledger["limits.step_tokens"]
         return int(str(found.value)) if found.origin is Origin.COST_MODEL else None
+
+    def could_be_one(self, found: Resolved) -> bool:
+        """Whether several cards are taken unasked where shorter chunks might leave room on one: it
+        lacks no more than twice their activations."""
+        alone, rows = found.layouts[0], self.chunk_wished()
+        if found.plan.layouts[0].ranks == 1 or self.intent.parallel is not None or rows is None:
+            return False
+        if alone.layout.ranks > 1 or alone.error is None or alone.cannot:
+            return False
+        width = DTYPE_BYTES[found.plan.model.dtype]
+        room = self.arch.activation_bytes(rows, found.plan.limits.max_running, width)
+        return lacking(alone.reasons) <= 2 * room
 
     def record_cache(self, held: Held, selection: Selection) -> None:
         limited = f"limited by {held.cache.limited_by}"
@@ -314,19 +326,26 @@ def resolve(
     _check_wish(intent)
     facts = seen_by_ranks(intent, facts, model.arch.routed_experts, emulation)
 
-    def once(refused: int | None = None) -> Resolved:
-        resolver = _Resolver(intent, model, facts, refused)
-        try:
-            return _resolved(
-                resolver, registry, policy, machine, source, measured, needs, emulation
-            )
-        except RefusedError:
-            longer = resolver.longer_chunk()
-            if longer is None or refused is not None:
-                raise
-        return once(longer)
+    def made(resolver: _Resolver) -> Resolved:
+        return _resolved(resolver, registry, policy, machine, source, measured, needs, emulation)
 
-    return once()
+    longer = _Resolver(intent, model, facts)
+    found, refusal = None, None
+    try:
+        found = made(longer)
+    except RefusedError as error:
+        if error.code != DOES_NOT_FIT or longer.chunk_wished() is None:
+            raise
+        refusal = error
+    if found is not None and not longer.could_be_one(found):
+        return found
+    try:
+        shorter = made(_Resolver(intent, model, facts, longer.chunk_wished()))
+    except (RefusedError, UsageError) as error:
+        if found is not None:
+            return found
+        raise (error if isinstance(error, RefusedError) else refusal or error) from None
+    return shorter if found is None or shorter.plan.layouts[0].ranks == 1 else found
 
 
 def _resolved(

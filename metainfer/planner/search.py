@@ -203,7 +203,7 @@ def _judge(
             fewer = max(held_by, default=0)
             if not fewer:  # limits can be lowered where weights fit
                 refusals = [refusal for _, refusal in small]
-                raise min(refusals, key=lambda e: _short(e.reasons), default=error) from None
+                raise min(refusals, key=lambda e: lacking(e.reasons), default=error) from None
             chosen, held = first_that_fits(selection, lambda bundle: attempt(bundle, fewer))
     except RefusedError as error:
         if error.code not in _ROOM:
@@ -344,10 +344,10 @@ def _refusal(found: Sequence[Candidate], cards: Cards) -> RefusedError:
 
 def _lacking(candidate: Candidate) -> tuple[bool, int]:
     """Weights that do not fit lack more than a cache that does not; then bytes."""
-    return not isinstance(candidate.error, CacheTooSmall), _short(candidate.reasons)
+    return not isinstance(candidate.error, CacheTooSmall), lacking(candidate.reasons)
 
 
-def _short(reasons: Sequence[Reason]) -> int:
+def lacking(reasons: Sequence[Reason]) -> int:
     """Bytes that are lacking."""
     short = 0
     for reason in reasons:
@@ -368,7 +368,8 @@ def _record(ledger: DecisionLedger, found: Found, cards: Cards, origin: Origin) 
     elif cards.emulated is not None:
         why, decided = goals.why(goal, best, feasible), goals.by(best)
     elif chosen.layout.ranks > 1:
-        rest = _ONLY_WAY if chosen.built else f"planned only: {NOT_BUILT}"
+        only = "; ".join(reason.message for reason in chosen.planned_only)
+        rest = _ONLY_WAY if chosen.built else f"planned only: {only}"
         why, decided = f"{goals.why(goal, best, feasible)}; {rest}", goals.by(best)
     elif devices > 1:
         why = f"1 of {devices} devices is used: {NOT_BUILT}"

@@ -30,6 +30,7 @@ _DEFAULTS = {CPU: _Defaults("float32", 32, 1024, 128, 32)}
 _ACCELERATOR = _Defaults("bfloat16", 64, 4096, 512, 64)
 _LONG = "so long that a step computes for longer than it reads weights"
 _BOUND = "bounds how long a prompt can hold up running answers"
+_WAIT = "running answers wait (--goal latency: 512)"
 
 
 class Wishes:
@@ -82,26 +83,13 @@ class Wishes:
             running = self.seeds.running
         elif running < 1:
             raise UsageError(f"concurrency is {running}.", "It must be at least 1.")
-        seed, why, origin = self.seeds.step_tokens, "seed for this kind of device", Origin.SEED
-        if refused is not None:
-            why = f"seed for this kind of device: {refused:,} left too little memory"
-        elif chunk is not None and chunk > seed:
-            seed, why, origin = chunk, _LONG, Origin.COST_MODEL
-        step = self.number("chunk_tokens", "limits.step_tokens", max(seed, running), why, origin)
+        step = self._step(chunk, refused, running)
         if step < running:
             raise UsageError(
                 f"a step of {step} tokens cannot decode {running} sequences.",
                 f"Raise --chunk-tokens to {running}, or lower --concurrency.",
             )
-        seed = self.seeds.mixed_prefill_tokens if chunk is None else chunk
-        origin = Origin.SEED if chunk is None else Origin.COST_MODEL
-        mixed = self.number(
-            "mixed_tokens",
-            "limits.mixed_prefill_tokens",
-            min(seed, step),
-            _BOUND if chunk is None else f"{_LONG}; running answers wait (--goal latency: 512)",
-            origin if seed <= step else Origin.DERIVED,
-        )
+        mixed = self._mixed(chunk, step)
         if mixed > step:
             raise UsageError(
                 f"{mixed} prompt tokens do not fit into a step of {step}.",
@@ -116,6 +104,27 @@ class Wishes:
             mixed_prefill_tokens=mixed,
             max_waiting=waiting,
         )
+
+    def _step(self, chunk: int | None, refused: int | None, running: int) -> int:
+        """Tokens of a step, at least one of each running sequence."""
+        seed, why, origin = self.seeds.step_tokens, "seed for this kind of device", Origin.SEED
+        if refused is not None:
+            why = f"seed for this kind of device: {refused:,} left too little memory"
+        elif chunk is not None and chunk > seed:
+            seed, why, origin = chunk, _LONG, Origin.COST_MODEL
+        if running > seed:
+            seed, why, origin = running, "one of each running sequence", Origin.DERIVED
+        return self.number("chunk_tokens", "limits.step_tokens", seed, why, origin)
+
+    def _mixed(self, chunk: int | None, step: int) -> int:
+        """Prompt tokens of a step in which answers run."""
+        seed, why, origin = self.seeds.mixed_prefill_tokens, _BOUND, Origin.SEED
+        if chunk is not None and chunk > seed:
+            seed, why, origin = chunk, f"{_LONG}; {_WAIT}", Origin.COST_MODEL
+        if seed > step:
+            why, origin = f"as long as a step: {seed:,} were wished for", Origin.DERIVED
+        key = "limits.mixed_prefill_tokens"
+        return self.number("mixed_tokens", key, min(seed, step), why, origin)
 
     def record_running(self, running: int) -> None:
         """After memory has spoken: a seed gives way to it, a user's word does not."""

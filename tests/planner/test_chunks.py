@@ -114,8 +114,26 @@ def test_the_users_word_wins_and_bounds_the_other() -> None:
     found = planned(FLASH + "?layers=2", chunk_tokens=3000)
     assert (said(found, STEP).value, said(found, STEP).origin) == (3000, Origin.FLAG)
     assert (said(found, MIXED).value, said(found, MIXED).origin) == (3000, Origin.DERIVED)
+    assert "8,192 were wished for" in said(found, MIXED).why
     found = planned(FLASH + "?layers=2", mixed_tokens=100)
     assert (said(found, STEP).value, said(found, MIXED).value) == (MOST, 100)
+
+
+def test_a_step_has_room_for_every_running_sequence() -> None:
+    found = planned(FLASH + "?layers=2", concurrency=5000, goal="latency")
+    assert (said(found, STEP).value, said(found, STEP).origin) == (5000, Origin.DERIVED)
+    found = planned(FLASH + "?layers=2", concurrency=9000)
+    assert (said(found, STEP).value, said(found, STEP).origin) == (9000, Origin.DERIVED)
+    assert (said(found, MIXED).value, said(found, MIXED).origin) == (MOST, Origin.COST_MODEL)
+
+
+def test_throughput_never_bounds_prompts_closer_than_latency() -> None:
+    """A card of 37 FLOPs a byte is satisfied by 256 tokens of a dense model."""
+    there = describe("1x-h200")
+    slow = replace(there, facts=card(37e12, 1e12))
+    assert enough(counted(QWEN), slow.facts, "bfloat16", "throughput") == 512 // 2
+    found = said(planned(QWEN, slow), MIXED)
+    assert (found.value, found.origin) == (512, Origin.SEED)
 
 
 def test_b04_a_path_from_so_many_tokens_on_is_reached() -> None:
@@ -159,3 +177,21 @@ def test_a_longer_chunk_gives_way_to_memory() -> None:
     assert "8,192 left too little memory" in least.why
     assert said(on(high), MIXED).value == 4096
     assert said(on(high + (2 << 30)), STEP).value == MOST
+
+
+def test_a_longer_chunk_takes_no_second_card() -> None:
+    """One card holds the model with chunks of the seed's length: it serves."""
+    model, two = FLASH + "?layers=30", describe("2x-h200-nop2p")
+    wish = {"context": None, "kv_bytes": 27_500_000_000}
+    found = planned(model, two, **wish)
+    assert found.plan.layouts[0].name == "single"
+    assert (said(found, STEP).value, said(found, STEP).origin) == (4096, Origin.SEED)
+    assert "8,192 left too little memory" in said(found, STEP).why
+    most = planned(model, two, **wish | {"kv_bytes": 60_000_000_000})
+    assert most.plan.layouts[0].ranks == 2 and said(most, STEP).value == MOST
+
+
+def test_what_memory_refuses_is_said_and_not_what_a_shorter_chunk_would_have_been_told() -> None:
+    with pytest.raises(RefusedError, match="lacks the least") as caught:
+        planned(FLASH, describe("8x-4090"), mixed_tokens=6000)
+    assert caught.value.code == "does_not_fit"

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from schema import faults
 from metainfer.core.errors import RefusedError, UserError
 from metainfer.core.intent import Intent
 from metainfer.engine.elsewhere import describe
+from metainfer.kernels.choice import Policy
+from metainfer.kernels.impl import Evidence
+from metainfer.ops.catalog import builtin_registry
 from metainfer.planner.candidate import Candidate
-from metainfer.planner.layouts import enumerate_layouts, runs
+from metainfer.planner.layouts import NOT_BUILT, enumerate_layouts, runs
 from metainfer.planner.opening import open_model
 from metainfer.planner.report import plan_document
+from metainfer.planner.resolve import resolve
 from metainfer.planner.search import unbuilt
 from metainfer.platform.machine_catalog import SHIPPED, find_machine
 
@@ -91,9 +96,7 @@ def test_a_model_for_one_card_is_served_by_one() -> None:
     assert (chosen["name"], chosen["built"]) == ("single", True)
     assert [row["name"] for row in found["layouts"][1:] if row["feasible"]]
     keys = {row["key"]: row for row in found["decisions"]}
-    assert keys["layouts"]["why"] == (
-        "1 of 8 devices is used: layouts over several cards run only when asked for with --parallel"
-    )
+    assert keys["layouts"]["why"] == f"1 of 8 devices is used: {NOT_BUILT}"
     assert keys["goal_layout"]["value"] != "single" and keys["goal_layout"]["losers"]
 
 
@@ -144,3 +147,17 @@ def test_over_devices_of_another_kind_it_is_refused() -> None:
     assert refusal is not None and refusal.code == "not_built"
     assert "on CUDA cards and on a host, not on npu" in refusal.cause
     assert runs(layout, "cuda", asked=True).accepted
+
+
+def test_several_devices_of_another_kind_are_planned_and_say_why_they_do_not_run() -> None:
+    model, facts = open_model(QWEN), find_machine("8x-4090").facts
+    devices = tuple(replace(each, kind="npu") for each in facts.devices)
+    policy = Policy(min_evidence=Evidence.NONE, allow_fallback=frozenset({"all"}))
+    found = resolve(
+        Intent(model=QWEN), model.facts, replace(facts, devices=devices), builtin_registry(), policy
+    )
+    (told,) = (each for each in found.plan.decisions if each.key == "layouts")
+    refusal = found.refusal()
+    assert found.plan.layouts[0].ranks == 8 and refusal is not None
+    for words in (told.why, refusal.cause):
+        assert "run on CUDA cards and on a host, not on npu" in words
