@@ -15,7 +15,7 @@ from metainfer.platform.machine_catalog import find_machine
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 FIRST, SECOND = "2026-11-30-2xh200-streams.json", "2026-11-30-2xh200-streams-second.json"
-FOURTH = "2026-11-30-2xh200-streams-fourth.json"
+FOURTH, LINK = "2026-11-30-2xh200-streams-fourth.json", "2026-11-30-2xh200-one-link.json"
 
 
 @cache
@@ -65,11 +65,12 @@ def test_what_is_chosen_is_what_was_faster() -> None:
         assert copied == (COPIES[size] < KERNELS[size]), size
 
 
+@pytest.mark.parametrize("record", [SECOND, LINK])
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
-def test_gathers_and_scattered_sums_within_twenty_percent(op: str) -> None:
-    """Of the second record alone: not run with the kernels and copies of ADR 0049 and 0050."""
+def test_gathers_and_scattered_sums_within_twenty_percent(op: str, record: str) -> None:
+    """By kernels and copies from before and after ADR 0049 and 0050."""
     copied = model.copied_gather if op == "all_gather" else model.copied_scatter
-    kernels, copies = (measured(SECOND, "rows", 1, by, op) for by in ("host", "copy"))
+    kernels, copies = (measured(record, "rows", 1, by, op) for by in ("host", "copy"))
     assert len(kernels) == len(copies) == 4
     for size in kernels:
         predicted = min(
