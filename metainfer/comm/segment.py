@@ -35,7 +35,23 @@ _NOEXEC_SEAL = (
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _QUEUE = 128
 _AGAIN_S = 0.002
+_LOOK_S = 0.05
 _CREDENTIALS = struct.Struct("iII")  # pid, user, group
+
+_SHORT = (
+    "Free memory of the host, raise the container's limit, or ask for shorter steps "
+    "(--chunk-tokens)."
+)
+_FORBIDDEN = (
+    "See what forbids Unix sockets or memory without a name here: a seccomp profile, a sandbox or "
+    "a security module (AppArmor, SELinux)."
+)
+_REMEDIES: dict[int | None, str] = {
+    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.ENFILE: "Raise the host's limit of open files (sysctl fs.file-max).",
+    errno.EPERM: _FORBIDDEN,
+    errno.EACCES: _FORBIDDEN,
+}
 
 
 class Segment:
@@ -58,21 +74,27 @@ class Segment:
         get it while this rank calls `hand_out`, until `withdraw`.
 
         Raises:
-            UserError: there is not so much memory, or the token is in use.
+            UserError: there is not so much memory, no descriptor or no leave for it, or the token
+                is in use.
         """
         name = socket_name(token)
         short = shortage(size, *memory_room())
         if short:
             raise _refused(short)
         with contextlib.ExitStack() as undone:
-            desk = undone.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:
+                desk = undone.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 desk.bind(name)
                 descriptor = _anonymous()
                 undone.callback(os.close, descriptor)
                 os.posix_fallocate(descriptor, 0, size)  # what is missing is no bus error later
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
                 segment = cls(descriptor, size, (desk, descriptor))
+                undone.pop_all()
+                undone.callback(segment.close)  # and with it the two above
+                fill(segment.address)
+                desk.setblocking(False)
+                desk.listen(_QUEUE)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     raise UserError(
@@ -81,10 +103,7 @@ class Segment:
                         code="token_in_use",
                     ) from error
                 text = f"{size:,} B of shared memory cannot be had: {error.strerror}."
-                raise _refused(text) from error
-            fill(segment.address)
-            desk.setblocking(False)
-            desk.listen(_QUEUE)
+                raise _refused(text, error.errno) from error
             undone.pop_all()
         return segment
 
@@ -111,7 +130,7 @@ class Segment:
                 return
             except OSError as error:
                 text = f"the ranks' shared memory cannot be handed out: {error.strerror}."
-                raise _refused(text) from error
+                raise _refused(text, error.errno) from error
             with asking:
                 if _user_of(asking) == os.geteuid():
                     with contextlib.suppress(OSError):  # it has hung up
@@ -135,32 +154,30 @@ class Segment:
 
 class Asked:
     """A place in the line for the memory of `token`: the constructor waits for rank 0 to have made
-    it, `take` for being handed it.
+    it, `take` for being handed it. `look` is called again and again meanwhile; what it raises ends
+    the wait.
 
     Raises:
-        UserError: neither was done by `deadline` (monotonic seconds), or by another user.
+        UserError: neither was done by `deadline` (monotonic seconds), or by another user, or this
+            process can have no socket.
     """
 
-    def __init__(self, token: str, deadline: float) -> None:
-        self._name, self._deadline = socket_name(token), deadline
+    def __init__(
+        self, token: str, deadline: float, look: Callable[[], None] = lambda: None
+    ) -> None:
+        self._name, self._deadline, self._look = socket_name(token), deadline, look
         self._line = self._stand()
 
     def take(self, size: int) -> Segment:
         """Wait for the memory, which is to have `size` bytes, and map it."""
         while True:
             with self._line as line:
-                line.settimeout(max(_AGAIN_S, self._deadline - time.monotonic()))
-                said, given = b"", list[int]()
-                try:
-                    said, given, *_ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
-                except TimeoutError:
-                    raise _missing() from None
-                except ConnectionResetError:
-                    pass
+                said, given = self._heard(line)
             if given:
                 return _mapped(given[0], size)
             if said:
-                raise _refused("no descriptor is left for the ranks' shared memory.")
+                text = "no descriptor is left for the ranks' shared memory."
+                raise _refused(text, errno.EMFILE)
             self._pause()  # rank 0 went away with all that stood there
             self._line = self._stand()
 
@@ -168,20 +185,39 @@ class Asked:
         """Leave the line. Idempotent."""
         self._line.close()
 
+    def _heard(self, line: socket.socket) -> tuple[bytes, list[int]]:
+        """What is handed over; nothing where rank 0 went away."""
+        while True:
+            self._look()
+            left = self._deadline - time.monotonic()
+            line.settimeout(max(_AGAIN_S, min(left, _LOOK_S)))
+            try:
+                said, given, *_ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            except TimeoutError:
+                if left <= _LOOK_S:
+                    raise _missing() from None
+            except ConnectionResetError:
+                return b"", []
+            else:
+                return said, given
+
     def _stand(self) -> socket.socket:
         while True:
-            line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                line.setblocking(False)
-                line.connect(self._name)
-                theirs, ours = _user_of(line), os.geteuid()
+            with contextlib.ExitStack() as undone:
+                try:
+                    line = undone.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                    line.setblocking(False)
+                    line.connect(self._name)
+                    theirs, ours = _user_of(line), os.geteuid()
+                except (ConnectionRefusedError, BlockingIOError):  # not made yet, or many ask
+                    self._pause()
+                    continue
+                except OSError as error:
+                    text = f"rank 0 cannot be asked for the ranks' memory: {error.strerror}."
+                    raise _refused(text, error.errno) from error
                 if theirs == ours:
+                    undone.pop_all()
                     return line
-            except (ConnectionRefusedError, BlockingIOError):  # not made yet, or many ask
-                line.close()
-                self._pause()
-                continue
-            line.close()
             raise UserError(
                 f"the shared memory of the group is offered by user {theirs}, and its ranks are "
                 f"user {ours}'s.",
@@ -190,6 +226,7 @@ class Asked:
             )
 
     def _pause(self) -> None:
+        self._look()
         if time.monotonic() > self._deadline:
             raise _missing()
         time.sleep(_AGAIN_S)
@@ -215,7 +252,7 @@ def _mapped(descriptor: int, size: int) -> Segment:
         return Segment(descriptor, size)
     except OSError as error:
         text = f"{size:,} B of shared memory cannot be mapped: {error.strerror}."
-        raise _refused(text) from error
+        raise _refused(text, error.errno) from error
     finally:
         os.close(descriptor)
 
@@ -251,10 +288,5 @@ def socket_name(token: str) -> str:
     return f"\0metainfer-{hashlib.sha256(token.encode()).hexdigest()[:32]}"
 
 
-def _refused(cause: str) -> UserError:
-    return UserError(
-        cause,
-        "Free memory of the host, raise the container's limit, or ask for shorter steps "
-        "(--chunk-tokens).",
-        code="no_shared_memory",
-    )
+def _refused(cause: str, number: int | None = None) -> UserError:
+    return UserError(cause, _REMEDIES.get(number, _SHORT), code="no_shared_memory")

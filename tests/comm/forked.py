@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from ranks import leftovers, plan_of
@@ -177,9 +178,9 @@ def more(token: str, rank: int, world: int) -> Found:
     def make(request: Request):
         return plan_of(request, "direct", "shm_cpu")
 
-    def late(name: str, deadline: float) -> Asked:
+    def late(*given: Any) -> Asked:
         time.sleep(0.2)  # as others are handed theirs, if rank 0 does not wait for this one
-        return Asked(name, deadline)
+        return Asked(*given)
 
     if rank == 2:
         shm_cpu.Asked = late  # type: ignore[misc, assignment]
@@ -207,6 +208,23 @@ def short(token: str, rank: int, world: int) -> Found:
     return {}
 
 
+def unserved(token: str, rank: int, world: int) -> Found:
+    """All stand in line, and rank 0 cannot hand out."""
+
+    def fails(segment: Segment) -> None:
+        raise UserError("no descriptor on rank 0")
+
+    with ShmComm.open(token, rank, world, slot_bytes=8192) as comm:
+        Segment.hand_out = fails  # type: ignore[method-assign]
+        try:
+            share(comm, f"{token}-more", lambda r: plan_of(r, "direct", "shm_cpu"), 4096)
+        except MetaInferError as error:
+            if world == 3:  # where two are, it leaves without a word
+                comm.abort(str(error))
+            return {"kind": type(error).__name__, "error": str(error)}
+    return {}
+
+
 SCENES: dict[str, Callable[[str, int, int], Found]] = {
     "ops": ops,
     "large": large,
@@ -218,6 +236,7 @@ SCENES: dict[str, Callable[[str, int, int], Found]] = {
     "disagree": disagree,
     "more": more,
     "short": short,
+    "unserved": unserved,
 }
 
 

@@ -282,6 +282,111 @@ def test_what_the_kernel_refuses_is_one_line(step: str, monkeypatch: pytest.Monk
     Segment.create(name, 8192).close()
 
 
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENFILE, "fs.file-max"),
+        (errno.EPERM, "forbids Unix sockets"),
+        (errno.EACCES, "forbids Unix sockets"),
+        (errno.ENOMEM, "Free memory"),
+    ],
+)
+@pytest.mark.parametrize("step", ["socket", "bind", "listen", "connect", "accept"])
+def test_what_stands_against_a_socket_is_told_with_what_to_do(
+    step: str, number: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of it stays open."""
+
+    class Refused(socket.socket):
+        def __init__(self, *given: object, **named: object) -> None:
+            refuse("socket")
+            super().__init__(*given, **named)  # type: ignore[arg-type]
+
+        def bind(self, where: object) -> None:
+            refuse("bind")
+            super().bind(where)  # type: ignore[arg-type]
+
+        def listen(self, most: int = 0) -> None:
+            refuse("listen")
+            super().listen(most)
+
+        def connect(self, where: object) -> None:
+            refuse("connect")
+            super().connect(where)  # type: ignore[arg-type]
+
+        def accept(self) -> tuple[socket.socket, object]:
+            refuse("accept")
+            return super().accept()
+
+    def refuse(at: str) -> None:
+        if at == step:
+            raise OSError(number, os.strerror(number))
+
+    folder, name = Path("/proc/self/fd"), token()
+    Segment.create(name, 4096).close()
+    before = len(list(folder.iterdir()))
+    monkeypatch.setattr(segment.socket, "socket", Refused)
+    told = list[UserError]()
+    if step != "connect":
+        with pytest.raises(UserError) as caught:
+            made = Segment.create(name, 4096)
+            try:
+                made.hand_out()
+            finally:
+                made.close()
+        told.append(caught.value)
+    if step in ("socket", "connect"):
+        with pytest.raises(UserError) as caught:
+            Asked(name, time.monotonic() + 3600)
+        told.append(caught.value)
+    monkeypatch.undo()
+    assert len(list(folder.iterdir())) == before
+    for error in told:
+        assert error.code == "no_shared_memory" and advice in error.remedy
+        assert os.strerror(number) in error.cause
+    Segment.create(name, 4096).close()
+
+
+def test_no_descriptor_left_for_the_memory_is_said_by_whoever_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Segment.create(token(), 4096)
+    ours, theirs = socket.socketpair()
+    asked = object.__new__(Asked)
+    asked._line, asked._deadline, asked._look = ours, time.monotonic() + 3600, lambda: None
+    theirs.send(b"x")  # as of a descriptor that did not fit
+    with pytest.raises(UserError, match="no descriptor is left") as caught:
+        asked.take(4096)
+    assert "ulimit -n" in caught.value.remedy
+    theirs.close()
+    made.close()
+
+
+def test_who_waits_for_rank_0_looks_whether_it_is_still_worth_it() -> None:
+    """In line before it is there, behind it while it does not serve, and after it went."""
+    name, looks = token(), list[float]()
+
+    def look(most: int) -> None:
+        looks.append(time.monotonic())
+        if len(looks) > most:
+            raise RuntimeError("enough")
+
+    hour = time.monotonic() + 3600
+    with pytest.raises(RuntimeError, match="enough"):
+        Asked(name, hour, lambda: look(3))
+    for gone in (False, True):
+        looks.clear()
+        made = Segment.create(name, 4096)
+        asked = Asked(name, hour, lambda: look(3))
+        if gone:
+            made.close()
+        with pytest.raises(RuntimeError, match="enough"):
+            asked.take(4096)
+        if not gone:
+            made.close()
+
+
 def test_a_kernel_before_6_3_is_asked_without_what_it_does_not_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,6 +23,7 @@ PROGRAM = Path(__file__).with_name("forked.py")
 SCENES = (
     *("ops:2", "ops:4", "ops:8", "large:2", "crash:4", "stop:3", "leave:3"),
     *("quiet_end:3", "absent:3", "disagree:3", "more:3", "short:3"),
+    *("unserved:2", "unserved:3"),
 )
 Found = dict[str, object]
 
@@ -109,6 +110,20 @@ def test_without_memory_on_rank_0_all_know_why(played: dict[str, list[Found]]) -
     for found in results[1:]:
         assert found["kind"] == "CommError"
         assert "rank 0 gave up: no memory on rank 0" in str(found["error"])
+
+
+@pytest.mark.parametrize(
+    ("world", "said"),
+    [(2, "rank 0 has closed"), (3, "rank 0 gave up: no descriptor on rank 0")],
+)
+def test_who_stands_in_line_when_rank_0_fails_is_told_by_the_group(
+    world: int, said: str, played: dict[str, list[Found]]
+) -> None:
+    """Not by the clock, after a minute."""
+    results = played[f"unserved:{world}"]
+    assert results[0] == {"kind": "UserError", "error": "no descriptor on rank 0"}
+    for found in results[1:]:
+        assert found["kind"] == "CommError" and said in str(found["error"])
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -112,6 +113,19 @@ class ShmComm(SlabComm):
         for told in self.on_death:
             told(peer)
 
+    def listen(self, what: str) -> None:
+        """To be called while this rank does `what` by itself and a peer may be waited for.
+
+        Raises:
+            CommError: a peer died, gave up or left.
+        """
+        head = f"{what} failed on rank {self.rank}"
+        if self._word(self.rank, layout.AT_ABORT):
+            raise self._heard(head)
+        for peer in range(self.world):
+            if peer != self.rank and self._word(peer, layout.AT_BEAT) == CLOSED:
+                raise CommError(f"{head}: rank {peer} has closed its communicator.", peer=peer)
+
     @property
     def memory(self) -> tuple[int, int]:
         """Address and size of the group's memory in this process."""
@@ -166,7 +180,7 @@ def share(group: ShmComm, token: str, make: Callable[[Request], CommPlan], size:
     """More memory of all ranks of `group`, as `token`. Collective.
 
     `make` plans the exchanges in which ranks meet between the steps: so none waits for a rank that
-    has failed, and all stand in line when rank 0 hands out.
+    has failed, and all stand in line when rank 0 hands out; who stands there listens to the group.
 
     Raises:
         UserError: the memory cannot be had.
@@ -181,7 +195,8 @@ def share(group: ShmComm, token: str, make: Callable[[Request], CommPlan], size:
             segment.hand_out()
         else:
             gather_bytes(group, make, b"")
-            asked = Asked(token, time.monotonic() + OPEN_S)
+            look = partial(group.listen, "sharing memory")
+            asked = Asked(token, time.monotonic() + OPEN_S, look)
             undone.callback(asked.close)
             gather_bytes(group, make, b"")
             segment = asked.take(size)
