@@ -181,7 +181,12 @@ def _refusal(
         for reason in verdict.reasons
     ]
     if forced == AUTO:
-        return RefusedError(f"no backend can run {request.name}.", reasons=reasons)
+        return RefusedError(
+            f"no backend can run {request.name}.",
+            "Remove what stands against one of them, or take a layout that sends no such message "
+            "(--parallel).",
+            reasons=reasons,
+        )
     known = ", ".join(dict.fromkeys(offer.backend for offer in offers)) or "none"
     if not wanted:
         reasons = [Reason("backend", f"{forced} is not among the backends: {known}")]
