@@ -11,15 +11,21 @@ import logging
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from metainfer.core.digest import canonical_json, digest, to_plain
 from metainfer.core.errors import UserError
 
 SCHEMA = 1
+LOCK_WAIT_S = 5.0
+"""For whoever else writes to a file of records: they hold it for milliseconds."""
+_AGAIN_S = 0.005
+_told: set[Path] = set()  # files whose lock could not be had the last time
 _log = logging.getLogger("metainfer.records")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
@@ -87,8 +93,9 @@ class RecordStore:
         return [Record(kind, key, e["payload"], e["conditions"]) for key, e in found]
 
     def put(self, record: Record) -> None:
-        """Add or replace one record; none that another process puts meanwhile is lost. Where none
-        can be written, a warning says so: the next start measures again."""
+        """Add or replace one record; none that another process puts meanwhile is lost, or a
+        warning says that it may be. Where none can be written, one says so: the next start
+        measures again."""
         path = self.path(record.kind)
         try:
             with _alone(path):
@@ -146,11 +153,39 @@ def _alone(path: Path) -> Iterator[None]:
     """Nobody else reads `path` to write it back, where host and file system have locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / f".{path.stem}.lock").open("w") as lock:
-        with suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        _lock(lock, path)
         yield
+
+
+def _lock(lock: TextIO, path: Path) -> None:
+    """Until `lock` is closed. Where it cannot be had a warning says so, once for each file: a
+    holder that stands still costs `LOCK_WAIT_S`, not the start."""
+    try:
+        import fcntl
+    except ImportError:
+        _unlocked(path, "this host has no locks")
+        return
+    deadline = time.monotonic() + (0 if path in _told else LOCK_WAIT_S)
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                _unlocked(path, f"another process has held its lock for {LOCK_WAIT_S:g} s")
+                return
+            time.sleep(_AGAIN_S)
+        except OSError as error:
+            _unlocked(path, f"its file system gives no locks ({error.strerror})")
+            return
+        else:
+            _told.discard(path)
+            return
+
+
+def _unlocked(path: Path, why: str) -> None:
+    if path not in _told:
+        _told.add(path)
+        _log.warning("%s is written without a lock: %s; records of others may be lost", path, why)
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metainfer.core import env
+from metainfer.core import env, records
 from metainfer.core.clock import VirtualClock
 from metainfer.core.digest import canonical_json, digest, to_plain
 from metainfer.core.errors import InternalError, RefusedError, RequestError, UsageError, UserError
@@ -128,6 +135,24 @@ class TestDigest:
         }
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """The lock of the folder's records is another process's, which stands still."""
+    (lock,) = folder.glob(".*.lock")
+    script = (
+        f"import fcntl; f = open({str(lock)!r}); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print(flush=True); input()"
+    )
+    command = [sys.executable, "-S", "-c", script]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"\n"
+        try:
+            yield
+        finally:
+            holder.communicate(b"\n")
+
+
 class TestRecords:
     def store(self, tmp_path: Path, driver: str = "1") -> RecordStore:
         return RecordStore(tmp_path, Fingerprint({"driver": driver, "device": "x"}))
@@ -162,6 +187,43 @@ class TestRecords:
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(puts, range(6)))
         assert len(self.store(tmp_path).all("kernels")) == 6 * 12
+
+    def test_a_holder_that_stands_still_is_waited_for_once_and_told(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store, clock = self.store(tmp_path), VirtualClock()
+        fake = SimpleNamespace(monotonic=clock.now, sleep=clock.advance)
+        monkeypatch.setattr(records, "time", fake)
+        store.put(Record("kernels", "a", 1, {}))
+        assert not caplog.messages and clock.now() == 0
+        with held(tmp_path / "kernels"):
+            store.put(Record("kernels", "b", 2, {}))
+            (line,) = caplog.messages
+            assert "another process has held its lock for 5 s" in line and "may be lost" in line
+            assert str(store.path("kernels")) in line
+            waited = clock.now()
+            assert waited == pytest.approx(records.LOCK_WAIT_S, rel=0.01)
+            store.put(Record("kernels", "c", 3, {}))  # neither waits nor says it again
+            assert clock.now() == waited and caplog.messages == [line]
+        assert [record.key for record in store.all("kernels")] == ["a", "b", "c"]
+        store.put(Record("kernels", "d", 4, {}))
+        with held(tmp_path / "kernels"):
+            store.put(Record("kernels", "e", 5, {}))
+        assert len(caplog.messages) == 2  # it was had in between
+
+    def test_where_files_have_no_locks_a_warning_says_so_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def none(lock: object, how: int) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        store = self.store(tmp_path)
+        monkeypatch.setattr(fcntl, "flock", none)
+        for key in "ab":
+            store.put(Record("kernels", key, 1, {}))
+        (line,) = caplog.messages
+        assert "no locks (No locks available)" in line and "may be lost" in line
+        assert len(store.all("kernels")) == 2
 
     def test_another_machine_is_a_miss_that_says_what_changed(self, tmp_path: Path) -> None:
         self.store(tmp_path).put(Record("kernels", "a", 1, {}))
