@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 
 from metainfer.bench import path
+from metainfer.bench.alone import check_alone
 from metainfer.bench.client import Server
 from metainfer.bench.conditions import conditions
 from metainfer.bench.offline import drawn_prompts
@@ -30,6 +31,7 @@ from metainfer.planner import calibration
 from metainfer.planner.amounts import Amounts
 from metainfer.planner.calibration import Calibration, Sample
 from metainfer.planner.launches import launch_seconds
+from metainfer.planner.opening import open_model
 from metainfer.planner.steps import StepCost
 
 ALIKE = 128
@@ -100,8 +102,18 @@ def run(
     `serve`: for what a server adds to steps; without it that stays 0.
 
     Raises:
-        RefusedError: the family has no cost model, or the plan has several ranks.
+        RefusedError: the family has no cost model, or the plan has several ranks; before anything
+            is loaded.
     """
+    machine = open_machine(intent.platform)
+    first = machine.resolve(open_model(intent.model, adapters=intent.adapters), intent)
+    check_alone(first)
+    if first.chosen.cost is None:
+        raise RefusedError(
+            f"steps of {first.plan.model.family} cannot be priced: the family has no cost model.",
+            "There is nothing to calibrate: its plans have no prices that a record could mend.",
+            code="no_cost_model",
+        )
     origins = {**intent.origins, "prefix_cache": Origin.DERIVED}
     apart = replace(intent, prefix_cache=False, origins=origins)
     with closing(Engine(apart, lambda progress: None)) as engine:
@@ -110,13 +122,7 @@ def run(
         if resolved is None:
             raise InternalError("the engine has not started")
         cost = resolved.chosen.cost
-        if cost is None or resolved.chosen.layout.ranks != 1:
-            raise RefusedError(
-                "steps of this plan cannot be priced: its family has no cost model, or it has "
-                "several ranks.",
-                "Calibrate a plan of one rank.",
-                code="no_cost_model",
-            )
+        assert cost is not None  # as the first plan has it
         steps = _Steps(cost)
         limits = resolved.plan.limits
         loads = list(
@@ -133,7 +139,6 @@ def run(
                 )
     samples = steps.samples()
     told = conditions(resolved.plan) | {"repeats": options.repeats, "loads": len(loads)}
-    machine = open_machine(intent.platform)
     fitted = calibration.calibrate(
         samples,
         launch_s=launch_seconds(machine.facts.device.kind),

@@ -14,9 +14,10 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from metainfer.bench.alone import check_alone
 from metainfer.bench.conditions import conditions
 from metainfer.bench.offline import drawn_prompts
-from metainfer.core.errors import InternalError, RefusedError
+from metainfer.core.errors import InternalError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.plan import Limits, StepGraph
@@ -66,7 +67,7 @@ def run(
         RefusedError: the plan has several ranks.
     """
     machine = machine or open_machine(intent.platform)
-    _check_alone(machine, intent)
+    check_alone(machine.resolve(open_model(intent.model), intent))  # before anything is loaded
     origins = {**intent.origins, "prefix_cache": Origin.DERIVED}
     apart = replace(intent, prefix_cache=False, origins=origins)
     with closing(Engine(apart, lambda progress: None, machine=machine)) as engine:
@@ -107,17 +108,6 @@ def run(
         "device": _on_device(resolved, after),
         "conditions": told,
     }
-
-
-def _check_alone(machine: Machine, intent: Intent) -> None:
-    """Before anything is loaded: a plan of one rank, as peaks are those of this process."""
-    layout = machine.resolve(open_model(intent.model), intent).plan.layouts[0]
-    if layout.ranks > 1:
-        raise RefusedError(
-            f"steps of {layout.name} run on several ranks; one is measured.",
-            "Measure a plan of one rank.",
-            code="several_ranks",
-        )
 
 
 class _Turns:

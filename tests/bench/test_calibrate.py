@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from metainfer.bench import calibrate, path
+from metainfer.bench import calibrate, capacity, path
 from metainfer.bench.calibrate import CalibrateOptions, Load, _loads, run
 from metainfer.bench.client import Server
-from metainfer.core.errors import UserError
+from metainfer.core.errors import RefusedError, UserError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.step import Phase
+from metainfer.engine.elsewhere import describe
+from metainfer.engine.engine import Engine
 from metainfer.engine.machine import open_machine
 from metainfer.planner.amounts import Amounts
+from metainfer.planner.candidate import Candidate
 from metainfer.planner.opening import open_model
 from metainfer.simulator.outcome import Served
 from metainfer.simulator.workload import Workload
@@ -26,6 +30,8 @@ from metainfer.simulator.workload import Workload
 INTENT = Intent(
     model="random:tiny-llama?layers=1", platform="cpu", context=128, concurrency=4, chunk_tokens=48
 )
+
+CARDS = "2x-h200-nop2p"
 
 
 def planned() -> Any:
@@ -69,6 +75,64 @@ def test_a_calibration_is_measured_kept_and_used(
     assert {each.launch_s for each in kept.phases.values()} == {1e-9}
     assert begun == ["up", "nowhere 4", "down"]
     assert (kept.request_s, kept.token_s) == (0.25, 0.125)
+
+
+def not_started(self: Engine) -> None:
+    raise AssertionError("an engine was started")
+
+
+@pytest.mark.parametrize("measure", ["calibrate", "capacity"])
+@pytest.mark.parametrize(
+    ("machine", "intent", "layout", "remedy"),
+    [
+        ("", replace(INTENT, parallel="tp2"), "tp2", "one rank (--parallel single)."),
+        (
+            CARDS,
+            Intent(model="random:deepseek-v4-flash"),
+            "ep2",
+            "There is nothing to measure here",
+        ),
+        (
+            CARDS,
+            Intent(model="random:qwen3-8b?layers=290", context=40960, concurrency=2),
+            "tp2",
+            "Measure within limits that one device holds: Lower --context",
+        ),
+    ],
+    ids=["asked for", "weights", "cache"],
+)
+def test_several_ranks_are_refused_before_anything_is_loaded(
+    measure: str,
+    machine: str,
+    intent: Intent,
+    layout: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With what can be done about it, which is not the same where no single device holds it."""
+    monkeypatch.setattr(Engine, "start", not_started)
+    if machine:
+        described = describe(machine)
+        for module in (calibrate, capacity):
+            monkeypatch.setattr(module, "open_machine", lambda platform: described)
+    with pytest.raises(RefusedError, match=f"steps of {layout} run on several ranks") as told:
+        if measure == "calibrate":
+            run(intent, CalibrateOptions(), lambda text: None)
+        else:
+            capacity.run(intent, capacity.CapacityOptions(), lambda text: None)
+    assert told.value.code == "several_ranks" and remedy in told.value.remedy
+    assert ("No single device" in told.value.cause) == bool(machine)
+
+
+def test_a_family_without_a_cost_model_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Engine, "start", not_started)
+    made = Candidate.__init__
+    monkeypatch.setattr(Candidate, "__init__", lambda *a, **k: made(*a, **{**k, "cost": None}))
+    with pytest.raises(RefusedError, match="no cost model") as told:
+        run(INTENT, CalibrateOptions(), lambda text: None)
+    assert "nothing to calibrate" in told.value.remedy
 
 
 def test_what_a_server_adds_is_what_steps_do_not_explain(monkeypatch: pytest.MonkeyPatch) -> None:

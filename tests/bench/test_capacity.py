@@ -13,12 +13,10 @@ import torch
 
 from metainfer.bench.capacity import CapacityOptions, _captured, _DeviceMemory, _on_device, run
 from metainfer.cli.tune import capacity_text
-from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Origin
 from metainfer.core.plan import LedgerRow, StepGraph
 from metainfer.core.step import Phase, RankTokens, Segment, TokenRun
-from metainfer.engine.engine import Engine
 from metainfer.engine.machine import open_machine
 from metainfer.executor.peaks import peaks
 from metainfer.kernels.evidence import Qualification
@@ -136,18 +134,6 @@ def test_what_a_card_holds_beyond_the_ledger_is_a_share_of_it() -> None:
     told = {"bytes": 2000, "used": 980, "planned": 930, "unexplained": 0.025}
     assert _on_device(resolved, memory) == told
     assert _on_device(resolved, _DeviceMemory())["unexplained"] is None
-
-
-def test_several_ranks_are_refused_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def start(self: Engine) -> None:
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr(Engine, "start", start)
-    with pytest.raises(RefusedError, match="tp2 run on several ranks") as told:
-        run(replace(INTENT, parallel="tp2"), CapacityOptions(), lambda text: None)
-    assert told.value.code == "several_ranks"
 
 
 def judge(found: Any, limit: Any) -> list[str]:
