@@ -310,7 +310,8 @@ def resolve(
     needs: Callable[[str], Needs | None] = nothing_known,
     emulation: Emulation | None = None,
 ) -> Resolved:
-    """Decide everything.
+    """Decide everything; once more with the seed's chunks where longer ones leave too little memory
+    for any layout, or for a single card that these would leave enough (ADR 0057).
 
     Args:
         machine: fingerprint id, or name, of the machine that `facts` describe.
