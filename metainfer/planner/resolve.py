@@ -6,7 +6,7 @@ the same function serves `plan`, `doctor` and `serve`, so that what is shown is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -45,7 +45,7 @@ from metainfer.planner.layouts import alike, of_decodes
 from metainfer.planner.needs import Needs, nothing_known
 from metainfer.planner.over_cards import seen_by_ranks
 from metainfer.planner.record import record_needs, record_selection
-from metainfer.planner.search import lacking, search, unbuilt
+from metainfer.planner.search import NoLayout, lacking, search, unbuilt
 from metainfer.planner.weights import DTYPE_BYTES, WHOLE, Census, census, parts_held
 from metainfer.planner.wishes import Wishes
 from metainfer.platform.facts import Facts
@@ -133,17 +133,27 @@ class _Resolver:
         found = self.ledger["limits.step_tokens"]
         return int(str(found.value)) if found.origin is Origin.COST_MODEL else None
 
+    def hopeless(self, found: Sequence[Candidate]) -> dict[LayoutPlan, Candidate]:
+        """Layouts that lack more than all activations of a chunk: no shorter one gives them room.
+        Messages and copies, which shrink beside, are less than what activations keep."""
+        seeds, intent = self.wishes.seeds, self.intent
+        rows, running = self.chunk_wished() or 0, intent.concurrency or seeds.running
+        width = DTYPE_BYTES[intent.dtype or seeds.dtype]
+        return {
+            each.layout: each
+            for each in found
+            if each.error is not None
+            and not each.cannot
+            and lacking(each.reasons)
+            > self._rank(each.layout).activation_bytes(rows, running, width)
+        }
+
     def could_be_one(self, found: Resolved) -> bool:
-        """Whether several cards are taken unasked where shorter chunks might leave room on one: it
-        lacks no more than twice their activations."""
-        alone, rows = found.layouts[0], self.chunk_wished()
-        if found.plan.layouts[0].ranks == 1 or self.intent.parallel is not None or rows is None:
-            return False
-        if alone.layout.ranks > 1 or alone.error is None or alone.cannot:
-            return False
-        width = DTYPE_BYTES[found.plan.model.dtype]
-        room = self.arch.activation_bytes(rows, found.plan.limits.max_running, width)
-        return lacking(alone.reasons) <= 2 * room
+        """Whether several cards are taken unasked where shorter chunks might leave room on one."""
+        alone = found.layouts[0]
+        several = found.plan.layouts[0].ranks > 1 and self.intent.parallel is None
+        lacks = alone.layout.ranks == 1 and alone.error is not None and not alone.cannot
+        return several and lacks and not self.hopeless([alone])
 
     def record_cache(self, held: Held, selection: Selection) -> None:
         limited = f"limited by {held.cache.limited_by}"
@@ -327,26 +337,33 @@ def resolve(
     _check_wish(intent)
     facts = seen_by_ranks(intent, facts, model.arch.routed_experts, emulation)
 
-    def made(resolver: _Resolver) -> Resolved:
-        return _resolved(resolver, registry, policy, machine, source, measured, needs, emulation)
+    def made(resolver: _Resolver, judged: Mapping[LayoutPlan, Candidate]) -> Resolved:
+        return _resolved(
+            resolver, registry, policy, machine, source, measured, needs, emulation, judged
+        )
 
     longer = _Resolver(intent, model, facts)
-    found, refusal = None, None
+
+    def again(candidates: Sequence[Candidate]) -> Resolved:
+        shorter = _Resolver(intent, model, facts, longer.chunk_wished())
+        return made(shorter, longer.hopeless(candidates))
+
     try:
-        found = made(longer)
-    except RefusedError as error:
-        if error.code != DOES_NOT_FIT or longer.chunk_wished() is None:
+        found = made(longer, {})
+    except NoLayout as refusal:
+        if refusal.code != DOES_NOT_FIT or longer.chunk_wished() is None:
             raise
-        refusal = error
-    if found is not None and not longer.could_be_one(found):
+        try:
+            return again(refusal.candidates)
+        except UsageError:  # of the shorter step: nobody wished for it
+            raise refusal from None
+    if longer.chunk_wished() is None or not longer.could_be_one(found):
         return found
     try:
-        shorter = made(_Resolver(intent, model, facts, longer.chunk_wished()))
-    except (RefusedError, UsageError) as error:
-        if found is not None:
-            return found
-        raise (error if isinstance(error, RefusedError) else refusal or error) from None
-    return shorter if found is None or shorter.plan.layouts[0].ranks == 1 else found
+        one = again(found.layouts)
+    except (RefusedError, UsageError):
+        return found
+    return one if one.plan.layouts[0].ranks == 1 else found
 
 
 def _resolved(
@@ -358,8 +375,9 @@ def _resolved(
     measured: Callable[[str], Calibration | None],
     needs: Callable[[str], Needs | None],
     emulation: Emulation | None,
+    judged: Mapping[LayoutPlan, Candidate],
 ) -> Resolved:
-    """`resolve` for chunks of one length."""
+    """`resolve` for chunks of one length. `judged`: as `search` has it."""
     intent, model, facts = resolver.intent, resolver.model, resolver.facts
     ledger, wishes = resolver.ledger, resolver.wishes
     dtype = wishes.dtype()
@@ -394,6 +412,7 @@ def _resolved(
         registry.layout,
         ledger,
         intent.origin("parallel"),
+        judged,
     )
     held, selection = found.chosen.held, found.chosen.selection
     assert held is not None and selection is not None

@@ -58,12 +58,21 @@ class Found:
     candidates: tuple[Candidate, ...]
 
 
+class NoLayout(RefusedError):
+    """None can be, or not the one that was asked for. `candidates`: all, as they were judged."""
+
+    def __init__(self, told: RefusedError, candidates: Sequence[Candidate]) -> None:
+        super().__init__(told.cause, told.remedy, reasons=told.reasons, code=told.code)
+        self.candidates = tuple(candidates)
+
+
 def search(
     cards: Cards,
     selection_of: Callable[[LayoutPlan], Selection],
     packing_of: Callable[[str], Layout],
     ledger: DecisionLedger,
     origin: Origin,
+    judged: Mapping[LayoutPlan, Candidate],
 ) -> Found:
     """Judge every layout of the machine and write the decision down.
 
@@ -71,9 +80,10 @@ def search(
         selection_of: feasible bundles for one rank's shapes under a layout, fastest first.
         packing_of: layout id -> packing.
         origin: who asked for a layout, where one was asked for.
+        judged: layouts of which is known what they lack, whatever the limits now are.
 
     Raises:
-        RefusedError: no layout can be, or not the one that was asked for; every reason.
+        NoLayout: none can be, or not the one that was asked for; every reason.
         UsageError: it does not exist on this machine.
     """
     asked, experts = cards.intent.parallel, cards.arch.routed_experts
@@ -88,14 +98,16 @@ def search(
     wanted = None if asked is None else named(asked, layouts)
     if asked is not None and wanted is None:
         raise _unknown(asked, devices, cards)
-    found = tuple(_judge(cards, layout, selection_of, packing_of) for layout in layouts)
+    found = tuple(
+        judged.get(layout) or _judge(cards, layout, selection_of, packing_of) for layout in layouts
+    )
     feasible = [each for each in found if each.feasible]
     if wanted is not None:
         chosen = next(each for each in found if each.layout == wanted)
         if not chosen.feasible:
-            raise _refusal([chosen], cards)
+            raise NoLayout(_refusal([chosen], cards), found)
     elif not feasible:
-        raise _refusal(found, cards)
+        raise NoLayout(_refusal(found, cards), found)
     else:
         single = found[0]
         alone = single.feasible and single.layout.ranks == 1

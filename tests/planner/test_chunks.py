@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 from metainfer.core.errors import RefusedError
 from metainfer.core.intent import Intent
 from metainfer.core.ledger import Decision, Origin
+from metainfer.core.plan import LayoutPlan
 from metainfer.engine.elsewhere import Elsewhere, describe
+from metainfer.planner import search as searching
+from metainfer.planner.candidate import Candidate
+from metainfer.planner.cards import Cards
 from metainfer.planner.chunks import BALANCE, ENOUGH, MOST, enough
 from metainfer.planner.opening import OpenedModel, open_model
 from metainfer.planner.resolve import Resolved
@@ -195,3 +200,27 @@ def test_what_memory_refuses_is_said_and_not_what_a_shorter_chunk_would_have_bee
     with pytest.raises(RefusedError, match="lacks the least") as caught:
         planned(FLASH, describe("8x-4090"), mixed_tokens=6000)
     assert caught.value.code == "does_not_fit"
+
+
+def test_what_no_chunk_could_mend_is_not_judged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 35 layouts over cards of 24 GB, those that lack less than activations are."""
+    asked: list[str] = []
+    judge = searching._judge
+
+    def counted_judge(cards: Cards, layout: LayoutPlan, *rest: Any) -> Candidate:
+        asked.append(layout.name)
+        return judge(cards, layout, *rest)
+
+    monkeypatch.setattr(searching, "_judge", counted_judge)
+    with pytest.raises(RefusedError) as caught:
+        planned(FLASH, describe("8x-4090"), context=None)
+    twice = {name for name in asked if asked.count(name) == 2}
+    assert len(set(asked)) == 35 and "tp8cs8" in twice and not {"single", "ep8"} & twice
+    needs = {each.data["layout"]: each.data["need"] for each in caught.value.reasons}
+    with pytest.raises(RefusedError) as short:
+        planned(FLASH, describe("8x-4090"), context=None, chunk_tokens=4096)
+    for each in short.value.reasons:  # the numbers of those are of the chunk that is planned
+        if each.data["layout"] in twice:
+            assert needs[each.data["layout"]] == each.data["need"]
+        else:
+            assert each.data["need"] > each.data["have"]  # nor would they fit
