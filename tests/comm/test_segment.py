@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -114,6 +115,14 @@ def test_a_size_that_differs_is_said_with_both_and_lets_the_next_one_in() -> Non
     other.close()
 
 
+def same_memory(one: Segment, other: Segment) -> bool:
+    """Whether what is written through one is read through the other."""
+    word = int.from_bytes(os.urandom(8), "little")
+    ctypes.c_uint64.from_address(one.address).value = word
+    read = ctypes.c_uint64.from_address(other.address).value
+    return one.address != other.address and read == word
+
+
 def test_strangers_in_front_cost_nothing() -> None:
     name = token()
     made = Segment.create(name, 4096)
@@ -124,7 +133,9 @@ def test_strangers_in_front_cost_nothing() -> None:
         stranger.close()
     asked = Asked(name, 0.0)
     made.hand_out()
-    asked.take(4096).close()
+    with_it = asked.take(4096)
+    assert same_memory(made, with_it)
+    with_it.close()
     made.close()
 
 
@@ -158,6 +169,7 @@ def test_who_stood_in_line_of_a_rank_0_that_went_is_served_by_the_next() -> None
         again.hand_out()
         time.sleep(0.001)
     waiting.join()
+    assert same_memory(again, taken[0])
     taken[0].close()
     again.close()
 
